@@ -1,0 +1,25 @@
+"""The exceptions that mgpu raises: one base, and one child for each thing a user can get wrong."""
+
+
+class MgpuError(Exception):
+    """Base of every error that mgpu raises on purpose."""
+
+
+class DeviceError(MgpuError, ValueError):
+    """The devices asked for are not there, or are asked for in a way that cannot be read."""
+
+
+class ModelError(MgpuError, ValueError):
+    """The model cannot be trained on several towers with the plain model's numbers."""
+
+
+class DataError(MgpuError, ValueError):
+    """The data cannot be cut into one part per tower."""
+
+
+class StrategyError(MgpuError, ValueError):
+    """The strategy is unknown, or does not fit the devices or the model."""
+
+
+class StagingError(MgpuError, RuntimeError):
+    """A staging area is empty, full, closed, or was taken over."""
