@@ -129,18 +129,21 @@ def loss_terms(compile_loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> li
     return terms
 
 
-def total_loss(compile_loss: Any, values: list[tf.Tensor], y: Any, y_pred: Any) -> tf.Tensor | None:
-    """Return the weighted sum of whole-batch losses, and let Keras record each of them.
+def total_loss(
+    compile_loss: Any, values: list[tf.Tensor], y: Any, y_pred: Any, record: bool
+) -> tf.Tensor | None:
+    """Return the weighted sum of losses, as Keras weights and sums them.
 
     Args:
         compile_loss: the built `CompileLoss` of a compiled model, or None.
         values: one scalar for each loss, in the order of `loss_terms`.
         y, y_pred: anything in the nesting of the targets and outputs; Keras reads only the static size of
             the first dimension of `y_pred`.
+        record: whether Keras updates its tracker of each loss.
     """
     if compile_loss is None:
         return None
-    known = replace_losses(compile_loss, lambda index, loss: lambda *args: values[index])
+    known = replace_losses(compile_loss, lambda index, loss: lambda *args: values[index], metrics=record)
     return known.call(y, y_pred, None)
 
 

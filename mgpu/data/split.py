@@ -50,6 +50,17 @@ class Layout(NamedTuple):
     def key(self) -> tuple:
         return (repr(self.structure), *self.specs)
 
+    @property
+    def row_bytes(self) -> int | None:
+        """The bytes of one row, or None where a tensor has open dimensions, strings, or no fixed number of values."""
+        sizes = []
+        for spec in self.specs:
+            inner = spec.shape[1:].num_elements() if spec.shape.rank else 0
+            if not isinstance(spec, tf.TensorSpec) or inner is None or spec.dtype == tf.string:
+                return None
+            sizes.append(inner * spec.dtype.size)
+        return sum(sizes)
+
     def flatten(self, batch: Any) -> list[Any]:
         """Return the tensors of `batch` (composite tensors whole), without the Nones."""
         return [leaf for leaf in tf.nest.flatten(batch) if not _is_none(leaf)]

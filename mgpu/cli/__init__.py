@@ -1,0 +1,1 @@
+"""The `mgpu` command: what a person types in a terminal."""

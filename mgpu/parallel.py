@@ -1,0 +1,313 @@
+"""make_parallel() and the model it returns: the wiring of towers, staging, strategy and Keras' own trainer."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu import checks, placement
+from mgpu.data.split import Layout
+from mgpu.devices import resolve_devices
+from mgpu.feed import Lane, Lanes, StagedDataset, Ticket
+from mgpu.sources import guarded
+from mgpu.step import SingleStep, TowerStep
+from mgpu.strategies import GradientStrategy, resolve
+
+
+
+def make_parallel(
+    model: keras.Model,
+    gpus: int | str | Sequence[Any] | None = None,
+    *,
+    strategy: str | GradientStrategy = "auto",
+    ps_device: str | Sequence[str] = "auto",
+    staging_depth: int = 1,
+    loss_scope: str = "auto",
+    data_shard: str = "rows",
+) -> keras.Model:
+    """Return `model` as one that trains, evaluates and predicts on several devices, with the same numbers.
+
+    The returned model is of the same class and *is* the same model: layers, weights, optimizer and compiled
+    losses are shared, so whatever is done to one is done to both. Only how a batch is computed differs. Files
+    written by it are those of `model`, and load without mgpu.
+
+    Batch size stays global: a batch of B rows on T towers gives tower t the rows [B*t//T, B*(t+1)//T).
+
+    Args:
+        model: any Keras 3 model that `fit` takes; built or not, compiled or not.
+        gpus: how many devices, their ids or names, or None for all that this process sees; see
+            `mgpu.get_available_gpus`. Without GPUs, logical CPU devices stand in.
+        strategy: "auto" (a `ParameterServer`, or nothing to combine for one device), "parameter_server",
+            "single", or an instance.
+        ps_device: where the variables live: "auto" (the first tower), a device name, a list of names, or
+            "spread" (divided over the towers by bytes).
+        staging_depth: batches kept ready on each device, 0 or more. 0 gives the same numbers; each one more
+            costs the memory of a batch.
+        loss_scope: "auto" cuts losses that are known to look at one row at a time, and gathers the outputs
+            for any other; "batch" always gathers; "tower" lets each tower compute its part, weighed by rows.
+        data_shard: "rows", "batches" or "none": how ranks share a dataset. All the same with one process.
+
+    Returns:
+        A model of the class of `model`. It has, besides: `towers` (device names), `plain_model` (`model`),
+        `describe()` and `staging_sizes()`.
+
+    Raises:
+        DeviceError: no such device, or one asked for twice.
+        StrategyError: an unknown strategy, or one that does not fit.
+        ModelError: the model cannot be trained so with the plain model's numbers; the message names the
+            layer or method and the remedy.
+
+    Example:
+        >>> import keras, mgpu
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model = mgpu.make_parallel(model, gpus=["/CPU:0"])
+        >>> model.compile("sgd", "mse")
+        >>> model.towers
+        ('/CPU:0',)
+    """
+    plain = checks.plain_model(model)
+    towers = tuple(resolve_devices(gpus))
+    plan = Plan(
+        towers=towers,
+        strategy=resolve(strategy, ps_device, towers),
+        staging_depth=checks.staging_depth(staging_depth),
+        loss_scope=checks.one_of("loss_scope", loss_scope, ("auto", "batch", "tower")),
+        data_shard=checks.one_of("data_shard", data_shard, ("rows", "batches", "none")),
+    )
+    checks.refuse_unfit(plain, towers)
+    placement.refuse_scattered(plain, ps_device if isinstance(strategy, str) else strategy)
+    return _view(plain, Runtime(plain, plan))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What make_parallel() was asked for, checked."""
+
+    towers: tuple[str, ...]
+    strategy: GradientStrategy
+    staging_depth: int
+    loss_scope: str
+    data_shard: str
+
+
+class ParallelModel:
+    """What the returned model does differently. Its class is made from this one and the model's own.
+
+    The object shares its `__dict__` with the plain model: there is one set of layers, weights, optimizer and
+    compiled losses, and neither can fall out of step. It also claims the plain model's class, so that every
+    way of saving, cloning or inspecting a model (`keras.saving`, callbacks, `isinstance`) sees the plain one.
+    """
+
+    _mgpu: "Runtime"
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(self._mgpu.plain)
+
+    @property
+    def towers(self) -> tuple[str, ...]:
+        """The devices that run a copy of the computation each."""
+        return self._mgpu.plan.towers
+
+    @property
+    def plain_model(self) -> keras.Model:
+        """The model that was made parallel: the same weights, trained in Keras' own way."""
+        return self._mgpu.plain
+
+    def describe(self) -> dict:
+        """Return what the model runs on: towers, strategy, devices of the variables, staging."""
+        return self._mgpu.describe()
+
+    def staging_sizes(self) -> dict[str, list[int]]:
+        """Return, for "train", "test" and "predict", how many batches each tower has staged now."""
+        return self._mgpu.staging_sizes()
+
+    # ---- Keras' hooks: who distributes a dataset, and what a step is
+
+    @property
+    def distribute_strategy(self) -> "_DatasetHook":
+        return _DatasetHook(self._mgpu)
+
+    def make_train_function(self, force: bool = False) -> Callable:
+        return self._mgpu.make_function("train", force)
+
+    def make_test_function(self, force: bool = False) -> Callable:
+        return self._mgpu.make_function("test", force)
+
+    def make_predict_function(self, force: bool = False) -> Callable:
+        return self._mgpu.make_function("predict", force)
+
+    train_function, test_function, predict_function = (
+        property(
+            lambda self, mode=mode: self._mgpu.functions.get(mode),
+            lambda self, value, mode=mode: self._mgpu.functions.__setitem__(mode, value),
+        )
+        for mode in ("train", "test", "predict")
+    )
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile as the plain model does (same arguments), and the plain model with it."""
+        self._mgpu.plain.compile(*args, **kwargs)
+        self._mgpu.functions.clear()
+
+    # ---- nothing staged is left behind, and a source's own error reaches the caller
+
+    def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
+        """Train as `keras.Model.fit` does (same arguments)."""
+        with self._mgpu.session("train"), guarded(args, kwargs) as (args, kwargs):
+            return super().fit(*args, **kwargs)  # type: ignore[misc]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as `keras.Model.evaluate` does (same arguments)."""
+        with self._mgpu.session("test"), guarded(args, kwargs) as (args, kwargs):
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as `keras.Model.predict` does (same arguments)."""
+        with self._mgpu.session("predict"), guarded(args, kwargs) as (args, kwargs):
+            return super().predict(*args, **kwargs)  # type: ignore[misc]
+
+
+def _view(plain: keras.Model, runtime: "Runtime") -> keras.Model:
+    cls = type(plain)
+    parallel_class = type(
+        cls.__name__,
+        (ParallelModel, cls),
+        {"_mgpu": runtime, "__module__": cls.__module__, "__doc__": cls.__doc__},
+    )
+    view = object.__new__(parallel_class)
+    object.__setattr__(view, "__dict__", plain.__dict__)
+    return view
+
+
+class Runtime:
+    """The state that a parallel model has and its plain model has not: traced steps and staging areas."""
+
+    def __init__(self, plain: keras.Model, plan: Plan) -> None:
+        self.plain = plain
+        self.plan = plan
+        self.functions: dict[str, Callable | None] = {}
+        self._compiled_for: Any = None
+        self._lanes: dict[str, Lanes] = {}
+        self._spec_bytes: int | None = None
+        self._reset()
+        if plain.built:
+            self._place()
+
+    def _reset(self) -> None:
+        for lanes in self._lanes.values():
+            for lane in lanes.all():
+                lane.close()
+        self._lanes = {
+            mode: Lanes(lambda layout, mode=mode: self._make_lane(mode, layout))
+            for mode in ("train", "test", "predict")
+        }
+
+    # ---- Keras' hooks
+
+    def make_function(self, mode: str, force: bool) -> Callable:
+        # compile() on either object makes a new configuration; what was traced for the old one is void.
+        compiled = getattr(self.plain, "_compile_config", None)
+        if compiled is not self._compiled_for:
+            self._reset()
+            self.functions.clear()
+            self._compiled_for = compiled
+        if self.functions.get(mode) is None or force:
+            self.functions[mode] = self._predict if mode == "predict" else self._lanes[mode].run
+        return self.functions[mode]  # type: ignore[return-value]
+
+    def lanes(self, mode: str) -> Lanes:
+        return self._lanes[mode]
+
+    def _predict(self, data: Sequence[Any]) -> Any:
+        """Keras' predict function: `data` is a list of batches, or of tickets for staged ones."""
+        lanes = self._lanes["predict"]
+        outputs = [item.redeem() if isinstance(item, Ticket) else lanes.on_batch(item) for item in data]
+        if len(outputs) == 1:
+            return outputs[0]
+        return tf.nest.map_structure(_concat, *outputs)
+
+    @contextlib.contextmanager
+    def session(self, mode: str) -> Iterator[None]:
+        """Leave nothing staged, however the call ends."""
+        try:
+            yield
+        finally:
+            for lane in self._lanes[mode].all():
+                lane.clear()
+
+    # ---- making a step for a layout of batches
+
+    def _make_lane(self, mode: str, layout: Layout) -> Lane:
+        plan, model = self.plan, self.plain
+        self._spec_bytes = layout.row_bytes
+        placement.build(model, layout)
+        checks.refuse_unfit(model, plan.towers)
+        self._place()
+        if mode == "train" and not model.trainable_variables:
+            checks.warn_untrainable(model)
+        if len(plan.towers) == 1:
+            step: Any = SingleStep(model, layout, mode, plan.towers[0])
+        else:
+            step = TowerStep(
+                model, layout, mode, towers=plan.towers, strategy=plan.strategy, loss_scope=plan.loss_scope
+            )
+        return Lane(
+            step,
+            layout,
+            towers=plan.towers,
+            depth=plan.staging_depth,
+            steps_per_execution=model.steps_per_execution if mode != "predict" else 1,
+            eager=model.run_eagerly,
+        )
+
+    def _place(self) -> None:
+        """Bring weights to their homes, and optimizer slots beside their weights."""
+        model, plan = self.plain, self.plan
+        variables = [v for v in model.variables if isinstance(v.value, tf.Variable)]
+        homes = plan.strategy.assign_homes(placement.sizes_bytes(variables), plan.towers)
+        moved = placement.move(variables, homes)
+        moved |= placement.build_optimizer(model.optimizer if model.compiled else None, model.trainable_variables)
+        if moved:
+            model.train_function = model.test_function = model.predict_function = None
+
+    # ---- what the user can ask
+
+    def staging_sizes(self) -> dict[str, list[int]]:
+        sizes = {}
+        for mode, lanes in self._lanes.items():
+            per_lane = [[int(area.size()) for area in lane.areas] for lane in lanes.all() if lane.areas]
+            sizes[mode] = [sum(counts) for counts in zip(*per_lane, strict=True)] or [0] * len(self.plan.towers)
+        return sizes
+
+    def describe(self) -> dict:
+        variables = [v for v in self.plain.variables if isinstance(v.value, tf.Variable)]
+        return {
+            "towers": list(self.plan.towers),
+            "strategy": self.plan.strategy.name,
+            "variables_on": placement.devices_of(variables),
+            "staging_depth": self.plan.staging_depth,
+            "staged_bytes_per_row": self._spec_bytes,
+        }
+
+
+class _DatasetHook:
+    """What Keras asks to distribute a dataset; in all else the strategy that TensorFlow has by default."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> StagedDataset:
+        return StagedDataset(dataset, lambda: self._runtime.lanes("predict"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tf.distribute.get_strategy(), name)
+
+
+def _concat(*tensors: Any) -> Any:
+    if isinstance(tensors[0], tf.SparseTensor):
+        return tf.sparse.concat(axis=0, sp_inputs=tensors)
+    return tf.concat(tensors, axis=0)
