@@ -537,8 +537,9 @@ def _checked_timeout(timeout_s: float, name: str) -> float:
     if is_number and timeout_s >= 0:  # NaN is not
         return float(timeout_s)
     raise StagingError(
-        f"StagingArea(name={name!r}, timeout_s={timeout_s!r}): found {type(timeout_s).__name__} {timeout_s!r}; "
-        "it is how many seconds to wait, a number of 0 or more. Pass timeout_s=60.0, or leave it out."
+        f"StagingArea(name={name!r}, timeout_s={timeout_s!r}): found {type(timeout_s).__name__} "
+        f"{timeout_s!r}; it is how many seconds to wait, a number of 0 or more. "
+        "Pass timeout_s=60.0, or leave it out."
     )
 
 
