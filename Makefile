@@ -12,7 +12,7 @@ SHELL := /bin/bash
 VENV := .venv
 OLDEST := .venv-oldest
 JOBS ?= 2
-EPOCHS ?= 12
+EPOCHS ?= 16
 DEFINES := setup.py pyproject.toml .ci/venv
 PYTEST := -m pytest -n $(JOBS) --dist worksteal
 

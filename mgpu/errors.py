@@ -4,6 +4,10 @@
 class MgpuError(Exception):
     """Base of every error that mgpu raises on purpose."""
 
+    # AutoGraph raises an error of a traced function again in the caller's class only if it can make one
+    # from a message alone, which it reads off `__init__`.
+    __init__ = Exception.__init__
+
 
 class DeviceError(MgpuError, ValueError):
     """The devices asked for are not there, or are asked for in a way that cannot be read."""

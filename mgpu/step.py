@@ -236,7 +236,7 @@ class TowerStep:
         else:
             results, loss, scaled = forward()
             # The graph's own gradients, since they stay on the device of the pass that they differentiate.
-            flat = tf.gradients(scaled, sources, colocate_gradients_with_ops=True)
+            flat = tf.compat.v1.gradients(scaled, sources, colocate_gradients_with_ops=True)
         gradients, size = [], len(weights)
         for t, device in enumerate(self._towers):
             with tf.device(device):

@@ -22,7 +22,7 @@ def main() -> None:
     show_default=True,
     help="Devices to train on: GPUs where there are as many, else logical CPU devices.",
 )
-@click.option("--epochs", type=click.IntRange(min=1), default=12, show_default=True)
+@click.option("--epochs", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option(
     "--batch-size",
     type=click.IntRange(min=1),

@@ -48,7 +48,7 @@ def _described(**changes):
         "strategy": "parameter_server",
         "variables_on": ["/CPU:0"],
         "staging_depth": 1,
-        "staged_bytes_per_batch": 16896,
+        "staged_bytes_per_row": 264,
     }
     return described | changes
 
@@ -67,7 +67,7 @@ def test_report_tells_speed_division_and_staging(capsys, monkeypatch):
 
 def test_report_says_so_when_nothing_was_measured_or_staged(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
-    train.print_report(_described(staging_depth=0, staged_bytes_per_batch=None), [], rows=64, batch_size=64)
+    train.print_report(_described(staging_depth=0, staged_bytes_per_row=None), [], rows=64, batch_size=64)
     told = capsys.readouterr().out
     assert "not measured" in told
     assert "nothing (--staging-depth 0)" in told
@@ -101,7 +101,7 @@ def test_the_job_reaches_its_accuracy_and_saves_a_plain_model(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 logical CPU devices" in done.stdout
     assert "20 + 21 rows" in done.stdout
-    assert "16,896 bytes" in done.stdout  # 64 rows of 64 float32 and one label, int32 or int64 narrowed
+    assert "16,896 bytes" in done.stdout  # 64 rows of 64 float32 and one int64
     with zipfile.ZipFile(tmp_path / "demo-output" / "digits.keras") as file:
         assert b"mgpu" not in file.read("config.json")
 
@@ -111,4 +111,4 @@ def test_the_job_fails_with_a_remedy_when_it_learns_too_little(tmp_path):
     done = _mgpu_train(tmp_path, "--epochs", "1", "--batch-size", "1257")
     assert done.returncode == 1
     assert "is expected" in done.stderr
-    assert "--epochs 12" in done.stderr
+    assert "--epochs 16" in done.stderr
