@@ -180,8 +180,9 @@ def print_report(described: dict[str, Any], steps_s: list[float], rows: int, bat
     towers = described["towers"]
     table = Table(show_header=False, title="What mgpu did", title_justify="left")
     if steps_s:
-        mean_rows = rows / -(-rows // batch_size)  # the last batch of an epoch is smaller
-        table.add_row("speed", f"{mean_rows / statistics.fmean(steps_s):,.0f} rows/s")
+        # All of an epoch's batches were timed but its first, and the last is smaller.
+        timed_rows = (rows - batch_size) / (-(-rows // batch_size) - 1)
+        table.add_row("speed", f"{timed_rows / statistics.fmean(steps_s):,.0f} rows/s")
         table.add_row(
             "time per step", f"{1000 * statistics.median(steps_s):.1f} ms (median of {len(steps_s)})"
         )
@@ -196,7 +197,7 @@ def print_report(described: dict[str, Any], steps_s: list[float], rows: int, bat
     row_bytes = described["staged_bytes_per_row"]
     if depth and row_bytes is not None:
         staged = f"{depth} batch{'es' * (depth > 1)} of {row_bytes * min(batch_size, rows):,} bytes"
-        table.add_row("staged ahead", f"{staged}, each part on its tower's device")
+        table.add_row("staged ahead", f"{staged}, each part on its tower")
     else:
         table.add_row("staged ahead", "nothing (--staging-depth 0)")
     Console().print(table)
