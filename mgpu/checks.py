@@ -28,8 +28,8 @@ def plain_model(model: Any) -> keras.Model:
     )
     if strategy is not None:
         raise ModelError(
-            f"make_parallel() got the model {plain.name!r} under {type(strategy).__name__}. Both would split the batch. "
-            "Make the model outside strategy.scope() and pass it to make_parallel() alone."
+            f"make_parallel() got the model {plain.name!r} under {type(strategy).__name__}; both would split the "
+            "batch. Make the model outside strategy.scope() and pass it to make_parallel() alone."
         )
     return plain
 

@@ -198,9 +198,7 @@ def choose_devices(
 class _Request:
     """What the user asked for and what there is: the two parts that every refusal quotes."""
 
-    def __init__(
-        self, spelled: str, asked: str, pool: Sequence[str], gpus: Sequence[str], mask: str | None
-    ) -> None:
+    def __init__(self, spelled: str, asked: str, pool: Sequence[str], gpus: Sequence[str], mask: str | None) -> None:
         self.pool, self.gpus, self.mask = pool, gpus, mask
         self._asked = asked.format(spelled)
 
@@ -247,9 +245,7 @@ def _first(count: int, request: _Request, visible: Sequence[str]) -> list[str]:
     return list(request.pool[:count])
 
 
-def _read(
-    item: Any, request: _Request, visible: Sequence[str], physical: Mapping[str, Sequence[str]]
-) -> list[str]:
+def _read(item: Any, request: _Request, visible: Sequence[str], physical: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the names that one item of `gpus` means: one, or a divided physical device's several."""
     if _is_integer(item):
         if 0 <= item < len(request.pool):

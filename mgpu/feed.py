@@ -24,6 +24,40 @@ from mgpu.staging import StagingArea
 HOST = "/CPU:0"
 
 
+def traced(function: Callable, signature: list, eager: bool) -> Callable:
+    """Return `function`, traced when it is first called; or as it is, if `eager`.
+
+    The concrete function is called and not the tf.function, which warns of retracing as soon as a few lanes
+    of several models have each traced their own.
+    """
+    if eager:
+        return function
+    made = tf.function(function, input_signature=signature, autograph=False)
+    concrete: list[Callable] = []
+
+    def call(*args: Any) -> Any:
+        if not concrete:
+            concrete.append(made.get_concrete_function())
+        return concrete[0](*args)
+
+    return call
+
+
+def traced_by_source(function: Callable, signature: list, eager: bool) -> Callable:
+    """As `traced`, for a function whose first argument is an iterator of a dataset."""
+    by_spec: list[tuple[Any, Callable]] = []
+
+    def call(source: Any, *args: Any) -> Any:
+        for spec, known in by_spec:
+            if spec == source.element_spec:
+                return known(source, *args)
+        source_spec = tf.data.IteratorSpec(source.element_spec)
+        by_spec.append((source.element_spec, traced(function, [source_spec, *signature], eager)))
+        return by_spec[-1][1](source, *args)
+
+    return call
+
+
 class Lane:
     """The staging areas and traced functions of one mode ("train", "test", "predict") and batch layout.
 
@@ -48,31 +82,24 @@ class Lane:
     ) -> None:
         self.layout = layout
         self.depth = depth
+        self.steps_per_call = steps_per_execution
         self.owner: StagedIterator | None = None
         self._step = step
         self._towers = towers
-        self.steps_per_call = steps_per_execution
         self._prepared = False
         # One more than `depth`: while a step works on the oldest batch, it is still in its area.
-        self.areas = [StagingArea(list(layout.specs), device, depth + 1) for device in towers] if depth else []
-        self._rows = StagingArea(tf.TensorSpec((), tf.int64), HOST, depth + 1) if depth else None
-
-        def traced(function: Callable, signature: Sequence[Any] | None = None) -> Callable:
-            if eager:
-                return function
-            return tf.function(function, input_signature=signature, autograph=False, reduce_retracing=True)
-
         specs = list(layout.specs)
-        self._compute = traced(
-            step.run,
-            [tf.TensorSpec((), tf.int64), [specs] * len(towers), tf.TensorSpec((), tf.int32)],
-        )
-        count = tf.TensorSpec((), tf.int32)
-        self.on_tensors = traced(self._on_tensors, [specs])
-        self.put_next = traced(self._put_next)
-        self.steady = traced(self._steady)
-        self.drain = traced(self._drain, [count])
-        self.direct = traced(self._direct)
+        self.areas = [StagingArea(specs, device, depth + 1) for device in towers] if depth else []
+        self._rows = StagingArea(tf.TensorSpec((), tf.int64), HOST, depth + 1)
+
+        rows, count = tf.TensorSpec((), tf.int64), tf.TensorSpec((), tf.int32)
+        self._compute = traced(step.run, [rows, [specs] * len(towers), count], eager)
+        self.on_tensors = traced(self._on_tensors, [specs], eager)
+        self.drain = traced(self._drain, [count], eager)
+        # These take the source, and are traced once for each kind of source.
+        self.put_next = traced_by_source(self._put_next, [], eager)
+        self.steady = traced_by_source(self._steady, [count], eager)
+        self.direct = traced_by_source(self._direct, [], eager)
 
     # ---- outside the graph
 
@@ -98,7 +125,7 @@ class Lane:
             area.close()
 
     def _all_areas(self) -> list[StagingArea]:
-        return [*self.areas, self._rows] if self._rows is not None else []
+        return [*self.areas, self._rows]
 
     def _staged_sample(self) -> Sequence[Any]:
         return self.areas[-1].peek_now()

@@ -80,7 +80,7 @@ def is_rowwise(loss: keras.losses.Loss) -> bool:
     if name in _POOLED or getattr(function, "__name__", "") in ("dice", "tversky"):
         axis = getattr(loss, "axis", None)
         return axis is not None and 0 not in (axis if isinstance(axis, (tuple, list)) else (axis,))
-    return function is None or _is_keras_own(function) and function.__name__ != "circle"
+    return function is None or (_is_keras_own(function) and function.__name__ != "circle")
 
 
 def _is_keras_own(symbol: Any) -> bool:
@@ -129,9 +129,7 @@ def loss_terms(compile_loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> li
     return terms
 
 
-def total_loss(
-    compile_loss: Any, values: list[tf.Tensor], y: Any, y_pred: Any, record: bool
-) -> tf.Tensor | None:
+def total_loss(compile_loss: Any, values: list[tf.Tensor], y: Any, y_pred: Any, record: bool) -> tf.Tensor | None:
     """Return the weighted sum of losses, as Keras weights and sums them.
 
     Args:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ from mgpu.feed import Lane, Lanes, StagedDataset, Ticket
 from mgpu.sources import guarded
 from mgpu.step import SingleStep, TowerStep
 from mgpu.strategies import GradientStrategy, resolve
-
 
 
 def make_parallel(
@@ -103,9 +103,12 @@ class ParallelModel:
 
     _mgpu: "Runtime"
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return type(self._mgpu.plain)
+
+    def __reduce__(self) -> Any:
+        return self._mgpu.plain.__reduce__()
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -140,13 +143,29 @@ class ParallelModel:
     def make_predict_function(self, force: bool = False) -> Callable:
         return self._mgpu.make_function("predict", force)
 
-    train_function, test_function, predict_function = (
-        property(
-            lambda self, mode=mode: self._mgpu.functions.get(mode),
-            lambda self, value, mode=mode: self._mgpu.functions.__setitem__(mode, value),
-        )
-        for mode in ("train", "test", "predict")
-    )
+    @property
+    def train_function(self) -> Callable | None:
+        return self._mgpu.functions.get("train")
+
+    @train_function.setter
+    def train_function(self, value: Callable | None) -> None:
+        self._mgpu.functions["train"] = value
+
+    @property
+    def test_function(self) -> Callable | None:
+        return self._mgpu.functions.get("test")
+
+    @test_function.setter
+    def test_function(self, value: Callable | None) -> None:
+        self._mgpu.functions["test"] = value
+
+    @property
+    def predict_function(self) -> Callable | None:
+        return self._mgpu.functions.get("predict")
+
+    @predict_function.setter
+    def predict_function(self, value: Callable | None) -> None:
+        self._mgpu.functions["predict"] = value
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile as the plain model does (same arguments), and the plain model with it."""
@@ -178,7 +197,7 @@ def _view(plain: keras.Model, runtime: "Runtime") -> keras.Model:
         (ParallelModel, cls),
         {"_mgpu": runtime, "__module__": cls.__module__, "__doc__": cls.__doc__},
     )
-    view = object.__new__(parallel_class)
+    view: Any = object.__new__(parallel_class)
     object.__setattr__(view, "__dict__", plain.__dict__)
     return view
 
@@ -201,10 +220,7 @@ class Runtime:
         for lanes in self._lanes.values():
             for lane in lanes.all():
                 lane.close()
-        self._lanes = {
-            mode: Lanes(lambda layout, mode=mode: self._make_lane(mode, layout))
-            for mode in ("train", "test", "predict")
-        }
+        self._lanes = {mode: Lanes(functools.partial(self._make_lane, mode)) for mode in ("train", "test", "predict")}
 
     # ---- Keras' hooks
 

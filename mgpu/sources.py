@@ -58,6 +58,6 @@ def _watched_dataset(source: keras.utils.PyDataset, raised: list[BaseException])
             raise
 
     # The same dataset under a class that looks on: it shares its attributes with the one that was passed.
-    view = object.__new__(type(type(source).__name__, (type(source),), {"__getitem__": getitem}))
+    view: Any = object.__new__(type(type(source).__name__, (type(source),), {"__getitem__": getitem}))
     view.__dict__ = source.__dict__
     return view

@@ -148,9 +148,7 @@ class StagingArea:
         """
         self._refuse_if_closed("put_now()")
         tensors = self._tensors(batch)
-        return self._now(
-            lambda size: size < self.depth, lambda: self._stage(tensors), "put_now()", self._full
-        )
+        return self._now(lambda size: size < self.depth, lambda: self._stage(tensors), "put_now()", self._full)
 
     @_as_written
     def get_now(self) -> Any:

@@ -15,7 +15,7 @@ from mgpu.losses import flat_losses, is_marked_rowwise, is_rowwise
 from mgpu.merge import merge_state, starting_value
 from mgpu.metrics import is_additive
 from mgpu.strategies import GradientStrategy
-from mgpu.towers import Recipe, Tower, TotalsFirst, UnknownPenalties, UnknownState
+from mgpu.towers import Recipe, TotalsFirst, Tower, UnknownPenalties, UnknownState
 
 HOST = "/CPU:0"
 
@@ -89,9 +89,9 @@ class TowerStep:
     def _rebuild(self) -> None:
         self._tower = Tower(self._model, self._layout, self._recipe)
         fused = self._recipe.mode == "train" and not self._split
-        body = self._tower.train if fused else self._tower.forward
+        body: Callable = self._tower.train if fused else self._tower.forward
         if self._model.run_eagerly:
-            self._function = body
+            self._function: Any = body
             return
         scalar = tf.TensorSpec((), tf.float32)
         self._function = tf.function(
@@ -178,9 +178,7 @@ class TowerStep:
         elif train:
             results, loss, gradients = self._split_train(weights, state, parts, counts, shares, scale)
         else:
-            results = self._on_each_tower(
-                lambda t: self._function(weights, self._state_of(t, state), parts[t]), counts
-            )
+            results = self._on_each_tower(lambda t: self._function(weights, self._state_of(t, state), parts[t]), counts)
             loss = None if recipe.mode == "predict" else self._head(results, counts, shares, parts)
 
         with tf.control_dependencies([ready]):
@@ -303,7 +301,7 @@ class TowerStep:
         return model.compute_metrics(x, y, self._joined_outputs(results, counts), sample_weight=sample_weight)
 
     def _joined_batch(self, parts: Sequence, counts: list) -> tuple[Any, Any, Any]:
-        whole = [join(tensors, counts) if tensors[0].shape.rank else tensors[0] for tensors in zip(*parts)]
+        whole = [join(tensors, counts) if tensors[0].shape.rank else tensors[0] for tensors in zip(*parts, strict=True)]
         return keras.utils.unpack_x_y_sample_weight(self._layout.pack(whole))
 
     def _joined_outputs(self, results: list[dict], counts: list) -> Any:

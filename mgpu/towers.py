@@ -94,7 +94,8 @@ class Tower:
         Returns:
             A dict of lists of tensors: "numerators" and "denominators" of the losses, "penalties" added by
             layers, "weight_penalties" (one scalar or none), "state" (new values of `changed_state`),
-            "tallies" and "trackers" (changes of metric state), "outputs" and "masks" (leaves of the outputs, where asked).
+            "tallies" and "trackers" (changes of metric state), "outputs" and "masks" (leaves of the
+            outputs, where asked).
         """
         model, recipe = self._model, self._recipe
         data = self._layout.pack(part)
@@ -199,7 +200,7 @@ class Tower:
             return losses[0]
         compiled = total_loss(self._model._compile_loss, losses, y, y_pred, record=record)
         terms = [] if compiled is None else [compiled]
-        terms += [self._model._aggregate_additional_loss(p) for p in penalties]
+        terms += penalties
         if not terms:
             raise ModelError(
                 f"The model {self._model.name!r} has no loss to compute: compile() got no loss and no layer adds "
@@ -237,9 +238,7 @@ class Tower:
                     "know whether its state can be added up. If it is a sum over rows, declare it: "
                     "mgpu.additive(metric). Else pass it to compile(metrics=[...])."
                 )
-        self.changed_state = [
-            i for i, v in enumerate(self.state) if scope.state_mapping[id(v)] is not before[id(v)]
-        ]
+        self.changed_state = [i for i, v in enumerate(self.state) if scope.state_mapping[id(v)] is not before[id(v)]]
 
 
 def cheaper(gradient: Any) -> Any:

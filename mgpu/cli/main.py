@@ -52,8 +52,7 @@ def train(towers: int, epochs: int, batch_size: int, staging_depth: int, output:
         import sklearn  # noqa: F401
     except ImportError as error:
         raise click.ClickException(
-            f"mgpu train needs the package {error.name}, which is not installed. "
-            "Run: pip install 'mgpu[demo]'"
+            f"mgpu train needs the package {error.name}, which is not installed. Run: pip install 'mgpu[demo]'"
         ) from error
     from mgpu.cli.train import TrainingFailure, run
 

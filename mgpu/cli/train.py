@@ -183,9 +183,7 @@ def print_report(described: dict[str, Any], steps_s: list[float], rows: int, bat
         # All of an epoch's batches were timed but its first, and the last is smaller.
         timed_rows = (rows - batch_size) / (-(-rows // batch_size) - 1)
         table.add_row("speed", f"{timed_rows / statistics.fmean(steps_s):,.0f} rows/s")
-        table.add_row(
-            "time per step", f"{1000 * statistics.median(steps_s):.1f} ms (median of {len(steps_s)})"
-        )
+        table.add_row("time per step", f"{1000 * statistics.median(steps_s):.1f} ms (median of {len(steps_s)})")
     else:
         table.add_row("speed", "not measured: the first epoch is warm-up, and there was no other")
     table.add_row("strategy", f"{described['strategy']}, variables on {', '.join(described['variables_on'])}")

@@ -60,8 +60,7 @@ class GradientStrategy(abc.ABC):
                 "any device scope, and pass it to make_parallel()."
             )
         return [
-            self._sum(per_tower, home)
-            for per_tower, home in zip(zip(*contributions, strict=True), homes, strict=True)
+            self._sum(per_tower, home) for per_tower, home in zip(zip(*contributions, strict=True), homes, strict=True)
         ]
 
     def _sum(self, per_tower: Sequence[Any], home: str) -> tf.Tensor | tf.IndexedSlices | None:
