@@ -68,6 +68,7 @@ class Lane:
         depth: batches staged ahead, 0 for none.
         steps_per_execution: steps in one call.
         eager: run everything untraced.
+        announce: told once, before the first step, the rows of the first batch (None without staging).
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class Lane:
         depth: int,
         steps_per_execution: int,
         eager: bool,
+        announce: Callable[[int | None], None],
     ) -> None:
+        self._announce = announce
         self.layout = layout
         self.depth = depth
         self.steps_per_call = steps_per_execution
@@ -104,7 +107,7 @@ class Lane:
     # ---- outside the graph
 
     def prepare(self, sample: Callable[[], Sequence[Any]] | None = None) -> None:
-        """Let the step find out what it must know before it is traced, once.
+        """Let the step find out what it must know before it is traced, and say what will be done, once.
 
         Args:
             sample: returns the tensors of a batch; the default looks at what is staged.
@@ -112,9 +115,12 @@ class Lane:
         if not self._prepared:
             self._step.prepare(sample or self._staged_sample)
             self._prepared = True
+            self._announce(self.next_rows())
 
     def clear(self) -> None:
         """Drop what is staged."""
+        if self.owner is None:
+            return
         self.owner = None
         for area in self._all_areas():
             area.clear()
@@ -126,6 +132,10 @@ class Lane:
 
     def _all_areas(self) -> list[StagingArea]:
         return [*self.areas, self._rows]
+
+    def next_rows(self) -> int | None:
+        """Return the rows of the batch that is staged first, or None where nothing is."""
+        return int(self._rows.peek_now()) if self.depth and self.owner is not None else None
 
     def _staged_sample(self) -> Sequence[Any]:
         return self.areas[-1].peek_now()
@@ -226,7 +236,13 @@ class Lanes:
         return self._lanes[layout.key]
 
     def all(self) -> list[Lane]:
+        """Return the lanes made so far."""
         return list(self._lanes.values())
+
+    def clear(self) -> None:
+        """Drop what is staged for this mode."""
+        for lane in self.all():
+            lane.clear()
 
     def run(self, data: Any) -> Any:
         """Run one call of Keras' train or test function: the next steps of `data`.
@@ -323,8 +339,7 @@ class StagedIterator(Iterator):
     def _attach(self, lanes: Lanes) -> Lane:
         if self._lane is None:
             self._lane = lanes.of(self._layout)
-            for lane in lanes.all():
-                lane.clear()
+            lanes.clear()
             self._lane.owner = self
         elif self._lane.owner is not self and self._lane.depth:
             raise StagingError(

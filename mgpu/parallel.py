@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from mgpu import checks, placement
-from mgpu.data.split import Layout
+from mgpu.data.split import Layout, part_bounds
 from mgpu.devices import resolve_devices
 from mgpu.feed import Lane, Lanes, StagedDataset, Ticket
 from mgpu.sources import guarded
@@ -176,17 +177,17 @@ class ParallelModel:
 
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Train as `keras.Model.fit` does (same arguments)."""
-        with self._mgpu.session("train"), guarded(args, kwargs) as (args, kwargs):
+        with self._mgpu.session("train", kwargs.get("verbose", "auto")), guarded(args, kwargs) as (args, kwargs):
             return super().fit(*args, **kwargs)  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as `keras.Model.evaluate` does (same arguments)."""
-        with self._mgpu.session("test"), guarded(args, kwargs) as (args, kwargs):
+        with self._mgpu.session("test", 0), guarded(args, kwargs) as (args, kwargs):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as `keras.Model.predict` does (same arguments)."""
-        with self._mgpu.session("predict"), guarded(args, kwargs) as (args, kwargs):
+        with self._mgpu.session("predict", 0), guarded(args, kwargs) as (args, kwargs):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -209,6 +210,7 @@ class Runtime:
         self.plain = plain
         self.plan = plan
         self.functions: dict[str, Callable | None] = {}
+        self.talks = False
         self._compiled_for: Any = None
         self._lanes: dict[str, Lanes] = {}
         self._spec_bytes: int | None = None
@@ -247,13 +249,13 @@ class Runtime:
         return tf.nest.map_structure(_concat, *outputs)
 
     @contextlib.contextmanager
-    def session(self, mode: str) -> Iterator[None]:
+    def session(self, mode: str, verbose: Any) -> Iterator[None]:
         """Leave nothing staged, however the call ends."""
+        self.talks = verbose != 0
         try:
             yield
         finally:
-            for lane in self._lanes[mode].all():
-                lane.clear()
+            self._lanes[mode].clear()
 
     # ---- making a step for a layout of batches
 
@@ -278,6 +280,7 @@ class Runtime:
             depth=plan.staging_depth,
             steps_per_execution=model.steps_per_execution if mode != "predict" else 1,
             eager=model.run_eagerly,
+            announce=(lambda rows: self._announce(step, rows)) if mode == "train" else lambda rows: None,
         )
 
     def _place(self) -> None:
@@ -290,7 +293,23 @@ class Runtime:
         if moved:
             model.train_function = model.test_function = model.predict_function = None
 
-    # ---- what the user can ask
+    # ---- what the user sees and can ask
+
+    def _announce(self, step: Any, rows: int | None) -> None:
+        """Say once, when training starts, what batch size means here and what runs where."""
+        if not self.talks:
+            return
+        plan, where = self.plan, self.describe()
+        batch = f"a batch of {rows} rows" if rows is not None else "each batch"
+        sizes = [stop - start for start, stop in part_bounds(rows or 0, len(plan.towers))]
+        cut = f" ({' + '.join(map(str, sizes))})" if rows is not None and len(sizes) > 1 else ""
+        lines = [
+            f"{len(plan.towers)} tower{'s' * (len(plan.towers) > 1)} on {', '.join(plan.towers)}; {batch} is one "
+            f"step, shared out by rows{cut}; weights on {', '.join(where['variables_on'])} ({where['strategy']}); "
+            f"{plan.staging_depth} batch{'es' * (plan.staging_depth != 1)} staged ahead",
+            *step.notes(),
+        ]
+        sys.stdout.write("".join(f"mgpu: {line}\n" for line in lines))
 
     def staging_sizes(self) -> dict[str, list[int]]:
         sizes = {}

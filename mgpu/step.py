@@ -34,6 +34,10 @@ class SingleStep:
     def prepare(self, sample: Callable[[], list]) -> None:
         """Nothing has to be found out about the model."""
 
+    def notes(self) -> list[str]:
+        """Nothing has to be said about the step."""
+        return []
+
     def run(self, rows: tf.Tensor, parts: Sequence[Sequence[Any]], ready: tf.Tensor) -> Any:
         """Run the step; see `TowerStep.run`."""
         with tf.device(self._device), tf.control_dependencies([ready]):
@@ -85,6 +89,18 @@ class TowerStep:
             except UnknownPenalties:
                 self._recipe.penalty_kinds = self._probe_penalties(sample())
             self._rebuild()
+
+    def notes(self) -> list[str]:
+        """Return what the user should know about how this model is trained: a sentence each."""
+        if self._recipe.loss_scope != "gather":
+            return []
+        custom = [loss.name for loss in flat_losses(self._model._compile_loss) if not is_rowwise(loss)]
+        what = f"the loss {custom[0]!r} may look" if custom else "the loss looks"
+        return [
+            f"{what} at the whole batch, so every step moves the model's outputs of all towers to "
+            f"{self._towers[0]} and computes it there once. If it looks at one row at a time, declare it: "
+            "loss=mgpu.rowwise(loss)"
+        ]
 
     def _rebuild(self) -> None:
         self._tower = Tower(self._model, self._layout, self._recipe)
