@@ -26,9 +26,9 @@ NUM_TOWERS = 2
 NUM_EPOCHS = 30
 SETTLED_EPOCH = 5
 STAGING_DEPTH = 1
-# MiB of input and epochs of a peak; MiB of input and epochs of the search for growth come after it.
+# MiB of input of a peak, and of the search for growth.
 DATA_MIB = {"mlp": 400, "cnn": 20}
-GROWTH_DATA_MIB = {"mlp": 20, "cnn": 6}
+GROWTH_DATA_MIB = {"mlp": 10, "cnn": 3}
 
 
 def main() -> None:
