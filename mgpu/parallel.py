@@ -177,7 +177,7 @@ class ParallelModel:
 
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Train as `keras.Model.fit` does (same arguments)."""
-        with self._mgpu.session("train", kwargs.get("verbose", "auto")), guarded(args, kwargs) as (args, kwargs):
+        with self._mgpu.session("train", _verbose(args, kwargs)), guarded(args, kwargs) as (args, kwargs):
             return super().fit(*args, **kwargs)  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,6 +189,11 @@ class ParallelModel:
         """Predict as `keras.Model.predict` does (same arguments)."""
         with self._mgpu.session("predict", 0), guarded(args, kwargs) as (args, kwargs):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
+
+
+def _verbose(args: tuple, kwargs: dict) -> Any:
+    position = 4  # of `verbose` in fit(x, y, batch_size, epochs, verbose, ...)
+    return args[position] if len(args) > position else kwargs.get("verbose", "auto")
 
 
 def _view(plain: keras.Model, runtime: "Runtime") -> keras.Model:

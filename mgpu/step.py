@@ -15,7 +15,7 @@ from mgpu.losses import flat_losses, is_marked_rowwise, is_rowwise
 from mgpu.merge import merge_state, starting_value
 from mgpu.metrics import is_additive
 from mgpu.strategies import GradientStrategy
-from mgpu.towers import Recipe, TotalsFirst, Tower, UnknownPenalties, UnknownState
+from mgpu.towers import Recipe, TotalsFirst, Tower, UnknownPenalties, UnknownState, nothing_if_empty, zeros_if_empty
 
 HOST = "/CPU:0"
 
@@ -105,14 +105,18 @@ class TowerStep:
     def _rebuild(self) -> None:
         self._tower = Tower(self._model, self._layout, self._recipe)
         fused = self._recipe.mode == "train" and not self._split
-        body: Callable = self._tower.train if fused else self._tower.forward
+        body: Callable = self._tower.train if fused else self._tower.evaluate
         if self._model.run_eagerly:
             self._function: Any = body
             return
         scalar = tf.TensorSpec((), tf.float32)
         self._function = tf.function(
             body,
-            input_signature=[*self._tower.signature(), *([scalar, scalar] if fused else [])],
+            input_signature=[
+                *self._tower.signature(),
+                tf.TensorSpec((), tf.int32),
+                *([scalar, scalar] if fused else []),
+            ],
             autograph=False,
             jit_compile=self._model.jit_compile or None,
             # Kept whole, the function is optimised once and not once per tower.
@@ -180,6 +184,7 @@ class TowerStep:
         with tf.device(HOST):
             counts = rows_per_tower(rows, len(self._towers))
             shares = [tf.cast(c / tf.maximum(rows, 1), tf.float32) for c in counts]
+            reals = [tf.cast(c, tf.int32) for c in counts]  # int32 stays on the host, also beside a GPU
         weights, state = _read(tower.trainable), _read(tower.state)
         scale = tf.ones(())
         if train and model.optimizer is not None:
@@ -187,14 +192,16 @@ class TowerStep:
 
         if train and not self._split:
             results = self._on_each_tower(
-                lambda t: self._function(weights, self._state_of(t, state), parts[t], shares[t], scale), counts
+                lambda t: self._function(weights, self._state_of(t, state), parts[t], reals[t], shares[t], scale)
             )
             loss = self._head(results, counts, shares, parts)
             gradients = [r["gradients"] for r in results]
         elif train:
-            results, loss, gradients = self._split_train(weights, state, parts, counts, shares, scale)
+            results, loss, gradients = self._split_train(weights, state, parts, counts, shares, reals, scale)
         else:
-            results = self._on_each_tower(lambda t: self._function(weights, self._state_of(t, state), parts[t]), counts)
+            results = self._on_each_tower(
+                lambda t: self._function(weights, self._state_of(t, state), parts[t], reals[t])
+            )
             loss = None if recipe.mode == "predict" else self._head(results, counts, shares, parts)
 
         with tf.control_dependencies([ready]):
@@ -208,15 +215,15 @@ class TowerStep:
     def _state_of(self, tower: int, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [starting_value(v, s, tower) for v, s in zip(self._tower.state, state, strict=True)]
 
-    def _on_each_tower(self, call: Callable[[int], dict], counts: Sequence[tf.Tensor]) -> list[dict]:
+    def _on_each_tower(self, call: Callable[[int], dict]) -> list[dict]:
         results = []
         for t, device in enumerate(self._towers):
             with tf.device(device):
-                results.append(_nothing_if_empty(call(t), counts[t]))
+                results.append(call(t))
         return results
 
     def _split_train(
-        self, weights: list, state: list, parts: Sequence, counts: list, shares: list, scale: tf.Tensor
+        self, weights: list, state: list, parts: Sequence, counts: list, shares: list, reals: list, scale: tf.Tensor
     ) -> tuple[list[dict], tf.Tensor, list[list]]:
         """Run all forward passes, compute the loss of the whole batch, and differentiate through all towers."""
         copies = []
@@ -233,10 +240,10 @@ class TowerStep:
                     lambda t: self._tower.forward(copies[t], self._state_of(t, state), parts[t]),
                     counts,
                 )
-                results = [_nothing_if_empty(r, c) for r, c in zip(raw, counts, strict=True)]
+                results = [nothing_if_empty(r, c) for r, c in zip(raw, counts, strict=True)]
             else:
                 results = self._on_each_tower(
-                    lambda t: self._function(copies[t], self._state_of(t, state), parts[t]), counts
+                    lambda t: self._function(copies[t], self._state_of(t, state), parts[t], reals[t])
                 )
             loss = self._head(results, counts, shares, parts)
             return results, loss, loss * tf.cast(scale, loss.dtype)
@@ -254,7 +261,7 @@ class TowerStep:
         gradients, size = [], len(weights)
         for t, device in enumerate(self._towers):
             with tf.device(device):
-                gradients.append(_zeros_if_empty(list(flat[t * size : (t + 1) * size]), counts[t]))
+                gradients.append(zeros_if_empty(list(flat[t * size : (t + 1) * size]), counts[t]))
         return results, loss, gradients
 
     def _head(self, results: list[dict], counts: list, shares: list, parts: Sequence) -> tf.Tensor:
@@ -358,41 +365,6 @@ def _read(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
 
 def _sum_over_towers(per_tower: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
     return [tf.add_n(list(values)) for values in zip(*per_tower, strict=True)]
-
-
-# What an empty tower computed from its stand-in row, by the name of the result: dropped, or left alone
-# because its row count drops it later.
-_DROPPED = ("numerators", "denominators", "penalties", "weight_penalties", "tallies", "trackers", "gradients")
-
-
-def _nothing_if_empty(result: dict, count: tf.Tensor) -> dict:
-    dropped = {name: result[name] for name in _DROPPED if name in result}
-    return {**result, **_zeros_if_empty(dropped, count)}
-
-
-def _zeros_if_empty(values: Any, count: tf.Tensor) -> Any:
-    """Return the nested `values`, or zeros in their place if `count` is 0. Indices of slices stay.
-
-    Not a product with 0: what the stand-in row gave may be NaN. In the usual case nothing is copied.
-    """
-    tensors = tf.nest.flatten(values)
-    dense = [v.values if isinstance(v, tf.IndexedSlices) else v for v in tensors]
-    given = [v for v in dense if v is not None]
-    if not given:
-        return values
-    kept = tf.cond(
-        count > 0,
-        lambda: [tf.identity(v) for v in given],
-        lambda: [tf.zeros_like(v) for v in given],
-    )
-    rest = iter(tf.ensure_shape(k, v.shape) for k, v in zip(kept, given, strict=True))
-    out = []
-    for tensor in tensors:
-        if isinstance(tensor, tf.IndexedSlices):
-            out.append(tf.IndexedSlices(next(rest), tensor.indices, tensor.dense_shape))
-        else:
-            out.append(None if tensor is None else next(rest))
-    return tf.nest.pack_sequence_as(values, out)
 
 
 def _twice(tensor: Any) -> Any:

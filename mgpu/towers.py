@@ -151,23 +151,30 @@ class Tower:
             result["outputs"], result["masks"] = leaves, [m for m in masks if m is not None]
         return result
 
+    def evaluate(
+        self, weights: Sequence[tf.Tensor], state: Sequence[tf.Tensor], part: Sequence[Any], rows: tf.Tensor
+    ) -> dict:
+        """Run the model on one part of `rows` rows (a scalar int32): `forward`, or nothing if there is none."""
+        return nothing_if_empty(self.forward(weights, state, part), rows)
+
     def train(
         self,
         weights: Sequence[tf.Tensor],
         state: Sequence[tf.Tensor],
         part: Sequence[Any],
+        rows: tf.Tensor,
         share: tf.Tensor,
         loss_scale: tf.Tensor,
     ) -> dict:
         """Run the model on one part and differentiate this part's summand of the whole batch's loss.
 
         Args:
-            weights, state, part: as for `forward`.
+            weights, state, part, rows: as for `evaluate`.
             share: scalar float32, the rows of this part over the rows of the batch.
             loss_scale: scalar float32, the factor of the optimizer's loss scaling, or 1.
 
         Returns:
-            What `forward` returns, and "gradients": V tensors, IndexedSlices or None.
+            What `evaluate` returns, and "gradients": V tensors, IndexedSlices or None.
 
         Raises:
             TotalsFirst: the share of this part is not its share of the rows.
@@ -184,7 +191,7 @@ class Tower:
             objective = self.total(summands, self.scaled_penalties(result, share), *self._example[::-1])
             objective *= tf.cast(loss_scale, objective.dtype)
         result["gradients"] = [cheaper(g) for g in tape.gradient(objective, list(weights))]
-        return result
+        return nothing_if_empty(result, rows)
 
     def scaled_penalties(self, result: dict, share: tf.Tensor) -> list[tf.Tensor]:
         """Return this part's summands of the losses that layers add and of the weight penalties."""
@@ -261,6 +268,42 @@ def cheaper(gradient: Any) -> Any:
     )
     values = tf.ensure_shape(values, gradient.values.shape)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+# What an empty tower computed from its stand-in row, by the name of the result: dropped, or left alone
+# because its row count drops it later.
+_DROPPED = ("numerators", "denominators", "penalties", "weight_penalties", "tallies", "trackers", "gradients")
+
+
+def nothing_if_empty(result: dict, rows: tf.Tensor) -> dict:
+    """Return what a tower of `rows` rows (a scalar) found, without what a stand-in row contributed."""
+    dropped = {name: result[name] for name in _DROPPED if name in result}
+    return {**result, **zeros_if_empty(dropped, rows)}
+
+
+def zeros_if_empty(values: Any, rows: tf.Tensor) -> Any:
+    """Return the nested `values`, or zeros in their place if `rows` is 0. Indices of slices stay.
+
+    Not a product with 0: what the stand-in row gave may be NaN. In the usual case nothing is copied.
+    """
+    tensors = tf.nest.flatten(values)
+    dense = [v.values if isinstance(v, tf.IndexedSlices) else v for v in tensors]
+    given = [v for v in dense if v is not None]
+    if not given:
+        return values
+    kept = tf.cond(
+        rows > 0,
+        lambda: [tf.identity(v) for v in given],
+        lambda: [tf.zeros_like(v) for v in given],
+    )
+    rest = iter(tf.ensure_shape(k, v.shape) for k, v in zip(kept, given, strict=True))
+    out = []
+    for tensor in tensors:
+        if isinstance(tensor, tf.IndexedSlices):
+            out.append(tf.IndexedSlices(next(rest), tensor.indices, tensor.dense_shape))
+        else:
+            out.append(None if tensor is None else next(rest))
+    return tf.nest.pack_sequence_as(values, out)
 
 
 class _RecordingScope(keras.StatelessScope):
