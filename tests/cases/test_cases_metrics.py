@@ -147,7 +147,7 @@ def tagger():
             layers.Input((10,), dtype="int32"),
             layers.Embedding(7, 3, mask_zero=True),
             layers.LSTM(3, return_sequences=True),
-            layers.TimeDistributed(layers.Dense(2, activation="softmax")),
+            layers.Dense(2, activation="softmax"),
         ]
     )
 

@@ -45,6 +45,7 @@ class LawModel:
         steps: time steps of the targets, for per-step weights; 0 where it does not apply.
         parallel_args: further arguments for make_parallel.
         fault: why mgpu does not keep the law for it yet; the test must then fail.
+        since_keras: the first Keras that trains the plain model.
     """
 
     name: str
@@ -57,6 +58,12 @@ class LawModel:
     steps: int = 0
     parallel_args: tuple[tuple[str, Any], ...] = ()
     fault: str = ""
+    since_keras: tuple[int, int] = (3, 6)
+
+    @property
+    def available(self) -> bool:
+        """Whether this Keras can train the plain model at all."""
+        return tuple(int(part) for part in keras.__version__.split(".")[:2]) >= self.since_keras
 
 
 MODELS: dict[str, LawModel] = {}
