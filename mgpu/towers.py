@@ -82,8 +82,8 @@ class Tower:
         self.added_by: list[str] = []
 
     def signature(self) -> list[Any]:
-        """Return the input signature of `forward`, and of `train` but for its two scalars."""
-        return [_specs(self.trainable), _specs(self.state), list(self._layout.specs)]
+        """Return the input signature of `evaluate`, and of `train` but for its last two scalars."""
+        return [_specs(self.trainable), _specs(self.state), list(self._layout.specs), tf.TensorSpec((), tf.int32)]
 
     def forward(self, weights: Sequence[tf.Tensor], state: Sequence[tf.Tensor], part: Sequence[Any]) -> dict:
         """Run the model on one part.
