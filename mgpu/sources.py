@@ -27,7 +27,8 @@ def guarded(args: tuple, kwargs: dict) -> Iterator[tuple[tuple, dict]]:
         )
     except tf.errors.OpError as error:
         if raised:
-            raise raised[0] from error
+            # Taken out, since it holds all frames of the call alive, and with them the source's threads.
+            raise raised.pop(0) from error
         raise
 
 

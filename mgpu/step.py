@@ -115,11 +115,7 @@ class TowerStep:
         scalar = tf.TensorSpec((), tf.float32)
         self._function = tf.function(
             body,
-            input_signature=[
-                *self._tower.signature(),
-                tf.TensorSpec((), tf.int32),
-                *([scalar, scalar] if fused else []),
-            ],
+            input_signature=[*self._tower.signature(), *([scalar, scalar] if fused else [])],
             autograph=False,
             jit_compile=self._model.jit_compile or None,
             # Kept whole, the function is optimised once and not once per tower.

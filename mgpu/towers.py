@@ -231,6 +231,13 @@ class Tower:
         return [loss if loss.dtype.is_floating else tf.cast(loss, floatx) for loss, _ in found]
 
     def _note_changes(self, scope: "_RecordingScope", before: dict) -> None:
+        for variable in self.trainable:
+            if id(variable) in scope.updated:
+                raise ModelError(
+                    f"The model {self._model.name!r} assigns its trainable weight {variable.path!r} during the forward "
+                    "pass (as SpectralNormalization does), and then trains the new value. Towers share one copy of each "
+                    "weight, which only the optimizer writes. Constrain it with kernel_constraint, or pass gpus=1."
+                )
         known = {id(v) for v in (*self.trainable, *self.state, *self.tallies)}
         compiled = {id(v) for v in self._model.metrics_variables}
         unknown = [v for key, v in scope.updated.items() if key not in known]

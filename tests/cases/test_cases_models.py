@@ -259,3 +259,16 @@ def test_ragged_when_sparse():
         return
     assert_same_logs(plain.fit(data, epochs=2, shuffle=False, verbose=0).history, got)
     assert_same_weights(plain, parallel)
+
+
+def test_assigned_weight_refused():
+    """A weight that the forward pass assigns cannot be shared by towers: refused by name, not dropped."""
+    _, parallel = pair(
+        build=lambda: keras.Sequential([keras.Input((4,)), layers.SpectralNormalization(layers.Dense(3))]),
+        compile_args=lambda: {"optimizer": "sgd", "loss": "mse"},
+    )
+    x, _ = regression(8)
+    with pytest.raises(
+        mgpu.ModelError, match=r"assigns its trainable weight .*kernel.*kernel_constraint, or pass gpus=1"
+    ):
+        parallel.fit(x, np.zeros((8, 3), "float32"), verbose=0)

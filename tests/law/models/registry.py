@@ -44,7 +44,6 @@ class LawModel:
         num_classes: the classes of integer targets, for `class_weight`; 0 where it does not apply.
         steps: time steps of the targets, for per-step weights; 0 where it does not apply.
         parallel_args: further arguments for make_parallel.
-        fault: why mgpu does not keep the law for it yet; the test must then fail.
         since_keras: the first Keras that trains the plain model.
     """
 
@@ -57,7 +56,6 @@ class LawModel:
     num_classes: int = 0
     steps: int = 0
     parallel_args: tuple[tuple[str, Any], ...] = ()
-    fault: str = ""
     since_keras: tuple[int, int] = (3, 6)
 
     @property

@@ -174,18 +174,6 @@ def step_counter() -> Built:
     return Built(keras.Model(inputs, outputs), tabular(), lambda: {"optimizer": sgd(), "loss": "mse"})
 
 
-@law_model(
-    rtol=1e-4,  # the power iteration divides by norms of the moving kernel
-    atol=1e-5,
-    fault="SpectralNormalization assigns its trainable kernel in the forward pass; the towers drop that",
-)
-def spectral() -> Built:
-    """State that depends on the weights only: the same on every tower, moved once."""
-    inputs = layers.Input((4,))
-    outputs = layers.Dense(1)(layers.SpectralNormalization(layers.Dense(3))(inputs))
-    return Built(keras.Model(inputs, outputs), tabular(), lambda: {"optimizer": sgd(0.05), "loss": "mse"})
-
-
 @law_model()
 def partly_frozen() -> Built:
     """A frozen layer, a constraint, and a layer that nothing uses for the loss."""
