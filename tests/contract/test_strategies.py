@@ -216,6 +216,7 @@ def test_towers_with_different_numbers_of_gradients_are_refused(row):
         pytest.param([5, 5, 4, 4, 3, 3, 3], 3, id="grahams-worst-case"),  # 11 against a best of 9
         pytest.param([100, 1, 1, 1], 2, id="one-giant"),
         pytest.param([4] * 10, 4, id="equal"),
+        pytest.param([1, 1, 1, 1, 4], 2, id="largest-last"),  # in the model's order: 6 and 2
         pytest.param(list(np.random.default_rng(0).integers(1, 10_000, size=40)), 4, id="many"),
     ],
 )
