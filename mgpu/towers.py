@@ -235,7 +235,7 @@ class Tower:
             if id(variable) in scope.updated:
                 raise ModelError(
                     f"The model {self._model.name!r} assigns its trainable weight {variable.path!r} during the forward "
-                    "pass (as SpectralNormalization does), and then trains the new value. Towers share one copy of each "
+                    "pass (as SpectralNormalization does), and then trains the new value. Towers share one copy of a "
                     "weight, which only the optimizer writes. Constrain it with kernel_constraint, or pass gpus=1."
                 )
         known = {id(v) for v in (*self.trainable, *self.state, *self.tallies)}
