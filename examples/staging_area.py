@@ -21,9 +21,7 @@ def main():
     y = x.sum(axis=1, keepdims=True)
 
     keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [keras.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)]
-    )
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD(0.05)
     optimizer.build(model.trainable_variables)
     loss_fn = keras.losses.MeanSquaredError()
@@ -50,9 +48,7 @@ def main():
         print(f"size after the first put (fill): {int(area.size())}, {area.nbytes()} bytes")
         for epoch in range(NUM_EPOCHS):
             loss = step((tf.constant(x), tf.constant(y)))
-            print(
-                f"epoch {epoch + 1}: loss {float(loss):.4f}, size after its get and put: {int(area.size())}"
-            )
+            print(f"epoch {epoch + 1}: loss {float(loss):.4f}, size after its get and put: {int(area.size())}")
         area.clear()
         print(f"size after clear: {int(area.size())}")
 

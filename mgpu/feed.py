@@ -350,7 +350,8 @@ class StagedIterator(Iterator):
         return self._lane
 
     def _fill(self, lane: Lane, at_least: int = 1) -> None:
-        while self._staged < max(at_least, 1 if self._staged else lane.depth) and self._error is None:
+        wanted = max(at_least, 1 if self._staged else lane.depth)
+        while self._staged < wanted and self._error is None:
             try:
                 added = int(lane.put_next(self._source))
             except tf.errors.OpError as error:

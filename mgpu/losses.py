@@ -15,9 +15,8 @@ from mgpu.errors import ModelError
 _MARK = "_mgpu_rowwise"
 
 # Keras' own losses that compare or pool rows of the batch, so that a part's loss is not a part of the loss.
-# Dice and Tversky are row by row only when `axis` leaves out dimension 0.
-_WHOLE_BATCH = ("Circle",)
-_POOLED = ("Dice", "Tversky")
+# Dice and Tversky are row by row when `axis` leaves out dimension 0.
+_WHOLE_BATCH = ("circle", "dice", "tversky")
 
 
 def rowwise(loss: Any) -> Any:
@@ -74,17 +73,22 @@ def is_rowwise(loss: keras.losses.Loss) -> bool:
         return True
     if loss.reduction in (None, "none"):
         return False  # Keras then trains on the sum and reports the mean: leave that to Keras itself.
-    name = type(loss).__name__
-    if not _is_keras_own(type(loss)) or name in _WHOLE_BATCH:
+    if not is_keras_own(type(loss)) or not (function is None or is_keras_own(function)):
         return False
-    if name in _POOLED or getattr(function, "__name__", "") in ("dice", "tversky"):
-        axis = getattr(loss, "axis", None)
-        return axis is not None and 0 not in (axis if isinstance(axis, (tuple, list)) else (axis,))
-    return function is None or (_is_keras_own(function) and function.__name__ != "circle")
+    if not (pools_rows(function) or type(loss).__name__.lower() in _WHOLE_BATCH):
+        return True
+    axis = getattr(loss, "axis", None)
+    return axis is not None and 0 not in (axis if isinstance(axis, (tuple, list)) else (axis,))
 
 
-def _is_keras_own(symbol: Any) -> bool:
-    return getattr(symbol, "__module__", "").startswith("keras.")
+def is_keras_own(symbol: Any) -> bool:
+    """Return whether a class, function or object comes from Keras itself."""
+    return (getattr(symbol, "__module__", None) or "").startswith("keras.")
+
+
+def pools_rows(function: Any) -> bool:
+    """Return whether a loss function of Keras' own looks at several rows at once."""
+    return getattr(function, "__name__", "") in _WHOLE_BATCH
 
 
 class Term(NamedTuple):

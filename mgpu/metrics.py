@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from mgpu.errors import ModelError
+from mgpu.losses import is_keras_own, pools_rows
 
 _MARK = "_mgpu_additive"
 
@@ -38,7 +39,13 @@ def additive(metric: Any) -> Any:
             f"mgpu.additive({metric!r}) needs a metric object or a metric function; it got a "
             f"{type(metric).__name__}. Keras' own metrics are known already: pass metrics=[{metric!r}] as it is."
         )
-    setattr(metric, _MARK, True)
+    try:
+        setattr(metric, _MARK, True)
+    except AttributeError as error:
+        raise ModelError(
+            f"mgpu.additive({metric!r}) cannot mark a {type(metric).__name__}: it takes no attributes. "
+            "Wrap it in a function: mgpu.additive(lambda y_true, y_pred: metric(y_true, y_pred))."
+        ) from error
     return metric
 
 
@@ -47,9 +54,9 @@ def is_additive(metric: keras.metrics.Metric) -> bool:
     function = getattr(metric, "_fn", None)
     if getattr(metric, _MARK, False) or getattr(function, _MARK, False):
         return True
-    # A metric function may return one number for the batch; Keras' own return one per row.
-    return _is_keras_own(type(metric)) and (function is None or _is_keras_own(function))
-
-
-def _is_keras_own(symbol: Any) -> bool:
-    return (getattr(symbol, "__module__", None) or "").startswith("keras.")
+    if not is_keras_own(type(metric)):
+        return False
+    # A metric function may return one number for the batch, and so does a loss object. Keras' own functions
+    # return one per row, but for those that pool over the batch.
+    per_row = is_keras_own(function) and not isinstance(function, keras.losses.Loss) and not pools_rows(function)
+    return function is None or per_row

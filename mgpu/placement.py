@@ -9,6 +9,9 @@ import tensorflow as tf
 from mgpu.data.split import Layout
 from mgpu.errors import ModelError
 
+# Set on a model whose variables mgpu has divided itself.
+PLACED = "_mgpu_placed"
+
 
 def build(model: keras.Model, layout: Layout) -> None:
     """Create every variable that training needs and that is still missing: weights, metrics, losses.
@@ -109,8 +112,7 @@ def build_optimizer(optimizer: Any, trainable: Sequence[keras.Variable]) -> bool
             slots.append(slot)
             homes.append(short(owner.value.device))
     moved = move(slots, homes)
-    if moved:
-        _renew_keys(optimizer, trainable)
+    _renew_keys(optimizer, trainable)
     return moved
 
 
@@ -135,7 +137,7 @@ def refuse_scattered(model: keras.Model, ps_device: Any) -> None:
         ModelError: the model's variables live on more than one device, and `ps_device` does not say where
             they shall go.
     """
-    if ps_device != "auto" or getattr(model, "_mgpu_placed", False):
+    if ps_device != "auto" or model.__dict__.get(PLACED):
         return
     variables = [v for v in model.variables if isinstance(v.value, tf.Variable)] if model.built else []
     devices = devices_of(variables)

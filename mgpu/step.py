@@ -14,11 +14,11 @@ from tensorflow.python.eager import context  # no public name for the options of
 
 from mgpu.data.split import Layout, join, rows_per_tower
 from mgpu.errors import ModelError
-from mgpu.losses import flat_losses, is_marked_rowwise, is_rowwise
+from mgpu.losses import flat_losses, is_rowwise
 from mgpu.merge import merge_state, starting_value
-from mgpu.metrics import is_additive
+from mgpu.recipe import Recipe, TotalsFirst, UnknownPenalties, UnknownState, first_recipe
 from mgpu.strategies import GradientStrategy
-from mgpu.towers import Recipe, TotalsFirst, Tower, UnknownPenalties, UnknownState, nothing_if_empty, zeros_if_empty
+from mgpu.towers import Tower, nothing_if_empty, zeros_if_empty
 
 HOST = "/CPU:0"
 
@@ -335,24 +335,6 @@ class TowerStep:
             if masked:
                 leaf._keras_mask = next(masks)
         return tf.nest.pack_sequence_as(tower.output_structure, leaves)
-
-
-def first_recipe(model: keras.Model, mode: str, loss_scope: str) -> Recipe:
-    """Return what a tower has to do, as far as the model and how it was compiled tell."""
-    if mode == "predict":
-        return Recipe(mode, tally_metrics=False, return_outputs=True)
-    own_loss = type(model).compute_loss is not keras.Model.compute_loss
-    if loss_scope == "batch":
-        scope = "gather"
-    elif own_loss:
-        scope = "tower" if loss_scope == "tower" or is_marked_rowwise(type(model).compute_loss) else "gather"
-    elif loss_scope == "tower":
-        scope = "cut" if all(map(is_rowwise, flat_losses(model._compile_loss))) else "tower"
-    else:
-        scope = "cut" if all(map(is_rowwise, flat_losses(model._compile_loss))) else "gather"
-    compiled = [] if model._compile_metrics is None else model._compile_metrics.metrics
-    tally = type(model).compute_metrics is keras.Model.compute_metrics and all(map(is_additive, compiled))
-    return Recipe(mode, loss_scope=scope, tally_metrics=tally, return_outputs=scope == "gather" or not tally)
 
 
 @contextlib.contextmanager

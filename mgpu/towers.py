@@ -4,7 +4,6 @@ Traced once, and called once per tower under the tower's device: start-up then g
 V = trainable variables, S = state variables, M = variables of metrics ("tallies").
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,51 +14,7 @@ from mgpu.data.split import Layout
 from mgpu.errors import ModelError
 from mgpu.losses import Term, loss_terms, total_loss
 from mgpu.metrics import is_additive
-
-
-@dataclasses.dataclass
-class Recipe:
-    """What a tower has to do in one mode, and what was found out about the model on the way.
-
-    Attributes:
-        mode: "train", "test" or "predict".
-        loss_scope: "cut" (losses as sums over rows), "gather" (the outputs leave the tower, the loss is
-            computed elsewhere) or "tower" (the model's own compute_loss on the part).
-        tally_metrics: whether the tower updates the compiled metrics for its part.
-        return_outputs: whether the model's outputs leave the tower.
-        totals_first: whether denominators are known only after all forward passes.
-        penalty_kinds: for each loss that layers add, "mean" (weighs by rows) or "sum" (adds up); None until
-            it is known.
-        extra_state: variables that the model changes but does not own, such as Keras' global seed.
-    """
-
-    mode: str
-    loss_scope: str = "cut"
-    tally_metrics: bool = True
-    return_outputs: bool = False
-    totals_first: bool = False
-    penalty_kinds: list[str] | None = None
-    extra_state: list[keras.Variable] = dataclasses.field(default_factory=list)
-
-
-class Discovery(Exception):
-    """Raised while tracing when the recipe must change; the caller changes it and traces again."""
-
-
-class TotalsFirst(Discovery):
-    """A denominator depends on the data, so the forward passes must end before the backward passes begin."""
-
-
-class UnknownState(Discovery):
-    """The model changed variables that it does not own."""
-
-    def __init__(self, variables: list[keras.Variable]) -> None:
-        super().__init__(variables)
-        self.variables = variables
-
-
-class UnknownPenalties(Discovery):
-    """Layers add losses of which it is not known yet whether they are means or sums over rows."""
+from mgpu.recipe import Recipe, TotalsFirst, UnknownPenalties, UnknownState
 
 
 class Tower:

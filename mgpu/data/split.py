@@ -118,6 +118,7 @@ def cut(tensors: Sequence[Any], towers: int) -> list[list[Any]]:
     if towers == 1:
         return [list(tensors)]
     rows = num_rows(tensors)
+    tensors = _of_equal_rows(tensors, rows)
     parts = []
     for start, stop in part_bounds(rows, towers):
         empty = tf.cast(tf.equal(start, stop), tf.int64)
@@ -125,6 +126,21 @@ def cut(tensors: Sequence[Any], towers: int) -> list[list[Any]]:
         count = tf.minimum(stop - start + empty, rows)
         parts.append([_take(v, first, count) for v in tensors])
     return parts
+
+
+def _of_equal_rows(tensors: Sequence[Any], rows: tf.Tensor) -> list[Any]:
+    checks = [
+        tf.debugging.assert_equal(
+            num_rows([v]),
+            rows,
+            message="The tensors of a batch have different numbers of rows, and towers get the same rows of each. "
+            "The source probably slices inputs, targets and weights differently; yield the same rows of all.",
+        )
+        for v in tensors
+        if _rank(v) != 0
+    ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return [v if _rank(v) == 0 else tf.nest.map_structure(tf.identity, v, expand_composites=True) for v in tensors]
 
 
 def join(parts: Sequence[Any], rows: Sequence[tf.Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from mgpu.devices import resolve_devices
 from mgpu.errors import StrategyError
 from mgpu.strategies.base import GradientStrategy
 from mgpu.strategies.parameter_server import ParameterServer
@@ -20,6 +21,7 @@ def resolve(
     Raises:
         StrategyError: an unknown name, an instance together with `ps_device`, or "single" for several towers.
     """
+    chosen: GradientStrategy
     if isinstance(strategy, GradientStrategy):
         if ps_device != "auto":
             raise StrategyError(
@@ -32,18 +34,23 @@ def resolve(
             f"make_parallel(strategy={strategy!r}) is not a strategy. Use one of "
             f"{', '.join(map(repr, _NAMES))}, or an instance such as mgpu.ParameterServer('/CPU:0')."
         )
-    elif strategy == "parameter_server" or len(towers) > 1 or ps_device != "auto":
-        if strategy == "single" and len(towers) == 1 and isinstance(ps_device, str) and ps_device != "spread":
-            chosen = SingleDevice(ps_device)
-        elif strategy == "single":
-            chosen = SingleDevice()
-        else:
-            chosen = ParameterServer(ps_device)
+    elif strategy == "single" or (strategy == "auto" and len(towers) == 1 and ps_device == "auto"):
+        chosen = SingleDevice(None if ps_device in ("auto", "spread") else _one_device(ps_device))
     else:
-        chosen = SingleDevice()
+        chosen = ParameterServer(ps_device)
     if isinstance(chosen, SingleDevice) and len(towers) > 1:
         raise StrategyError(
             f"make_parallel(strategy='single') is for one tower; there are {len(towers)}: {', '.join(towers)}. "
             "Pass gpus=1, or strategy='parameter_server'."
         )
     return chosen
+
+
+def _one_device(ps_device: str | Sequence[str]) -> str:
+    devices = resolve_devices(ps_device, asked="make_parallel(ps_device={})")
+    if len(devices) > 1:
+        raise StrategyError(
+            f"make_parallel(strategy='single', ps_device={ps_device!r}) names {len(devices)} devices for the weights "
+            f"of one tower. Pass one, ps_device={devices[0]!r}, or strategy='parameter_server' to divide them."
+        )
+    return devices[0]

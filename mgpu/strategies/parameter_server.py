@@ -33,7 +33,9 @@ class ParameterServer(GradientStrategy):
                 f"ParameterServer(device={device!r}) names no device. Pass a device such as '/CPU:0', "
                 "or 'spread' to divide the variables over the towers."
             )
-        self._device = device if device in ("auto", "spread") else tuple(resolve_devices(device))
+        self._device = (
+            device if device in ("auto", "spread") else tuple(resolve_devices(device, asked="ParameterServer({})"))
+        )
 
     def assign_homes(self, sizes_bytes: Sequence[int], towers: Sequence[str]) -> list[str]:
         if self._device == "auto":

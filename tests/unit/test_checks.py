@@ -205,15 +205,12 @@ def test_no_device_for_the_weights_is_refused(ps_device):
         make_parallel(dense(), TWO, ps_device=ps_device)
 
 
-SILENT = pytest.mark.xfail(reason="strategy='single' drops such a ps_device silently", strict=True)
-
-
 @pytest.mark.parametrize(
     ("towers", "strategy"),
     [
         pytest.param(TWO, "auto", id="two-towers"),
         pytest.param(TWO[:1], "auto", id="one-tower"),
-        pytest.param(TWO[:1], "single", id="single", marks=SILENT),
+        pytest.param(TWO[:1], "single", id="single"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused_for_the_weights(towers, strategy):
@@ -221,7 +218,6 @@ def test_a_device_that_is_not_there_is_refused_for_the_weights(towers, strategy)
         make_parallel(dense(), towers, strategy=strategy, ps_device="/CPU:9")
 
 
-@SILENT
 def test_several_devices_for_the_weights_are_refused_for_the_single_strategy():
     with pytest.raises(StrategyError):
         make_parallel(dense(), TWO[:1], strategy="single", ps_device=["/CPU:1", "/CPU:2"])

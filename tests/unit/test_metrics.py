@@ -179,7 +179,6 @@ POOLED = {
 }
 
 
-@pytest.mark.xfail(reason="is_additive takes any function of Keras for one value per row", strict=True)
 @pytest.mark.parametrize("name", [n for n in POOLED if n == "a-loss-object" or hasattr(keras.losses, n)])
 def test_functions_of_keras_with_one_value_per_batch_are_not_added_up(name):
     """compile(metrics=[keras.losses.dice]) counts one value for each update: with towers, one for each tower."""
@@ -211,7 +210,6 @@ def test_a_value_that_is_no_metric_cannot_be_marked():
         additive(7)
 
 
-@pytest.mark.xfail(reason="setattr's own AttributeError reaches the user", raises=AttributeError, strict=True)
 def test_a_callable_without_attributes_cannot_be_marked():
     with pytest.raises(ModelError, match="Wrap it in a function"):
         additive(max)

@@ -121,7 +121,6 @@ def test_two_views_of_one_model_with_different_towers_train_by_turns():
     assert_weights(plain, expected)
 
 
-@pytest.mark.xfail(reason="a view goes on with the variables that another view has moved", strict=True)
 def test_a_view_trains_the_model_after_another_view_moved_its_weights():
     """The second view's towers are elsewhere, and so are its weights: what the first has traced is void."""
     plain = dense()

@@ -136,15 +136,7 @@ def trained(make_optimizer, *, parallel_args=None):
 @pytest.mark.parametrize(
     "make_optimizer",
     [
-        pytest.param(
-            lambda: keras.optimizers.SGD(0.1),
-            id="sgd",
-            marks=pytest.mark.xfail(
-                reason="an optimizer without slots keeps the keys of the moved variables",
-                raises=ValueError,
-                strict=True,
-            ),
-        ),
+        pytest.param(lambda: keras.optimizers.SGD(0.1), id="sgd"),
         pytest.param(lambda: keras.optimizers.Adam(0.05, amsgrad=True), id="adam"),
     ],
 )
@@ -238,7 +230,6 @@ def test_weights_on_one_device_are_not_scattered():
     refuse_scattered(keras.Sequential([keras.layers.Dense(1)]), "auto")
 
 
-@pytest.mark.xfail(reason="nothing notes that mgpu placed the weights", raises=ModelError, strict=True)
 def test_a_model_spread_by_one_view_is_taken_by_the_next():
     """Weights that mgpu itself spread were not put there on purpose."""
     model = dense()

@@ -445,18 +445,12 @@ NESTED = {"x": [ROWS, None], "y": tf.TensorSpec([None], tf.int32)}
             r"batch.*shape \(1, 2\), float64.*Put tf.cast\(batch, tf.float32\)",
             id="dtype",
         ),
-        pytest.param(
-            ROWS, np.ones((1, 3), "float32"), r"batch.*shape \(1, 3\).*Make the area with", id="static-dim"
-        ),
+        pytest.param(ROWS, np.ones((1, 3), "float32"), r"batch.*shape \(1, 3\).*Make the area with", id="static-dim"),
         pytest.param(ROWS, np.ones(2, "float32"), r"batch.*shape \(2,\), float32", id="rank"),
         pytest.param(ROWS, [[1.0, "a"]], r"batch.*found a list", id="unreadable"),
         pytest.param(ROWS, None, r"batch.*found None", id="none"),
-        pytest.param(
-            ROWS, {"x": rows(1)}, r"batch.*found a dict with the keys \['x'\]", id="dict-for-tensor"
-        ),
-        pytest.param(
-            ROWS, tf.sparse.from_dense(rows(1)), r"batch.*found SparseTensor", id="sparse-for-dense"
-        ),
+        pytest.param(ROWS, {"x": rows(1)}, r"batch.*found a dict with the keys \['x'\]", id="dict-for-tensor"),
+        pytest.param(ROWS, tf.sparse.from_dense(rows(1)), r"batch.*found SparseTensor", id="sparse-for-dense"),
         pytest.param(
             tf.TensorSpec([None], tf.string),
             np.ones(2, "float32"),
@@ -470,12 +464,8 @@ NESTED = {"x": [ROWS, None], "y": tf.TensorSpec([None], tf.int32)}
             id="key-missing",
         ),
         pytest.param(NESTED, {"x": [rows(1)], "y": [1]}, r"batch\['x'\]: a list of length 2", id="length"),
-        pytest.param(
-            NESTED, {"x": (rows(1), None), "y": [1]}, r"batch.*a list of length 2; found a tuple", id="tuple"
-        ),
-        pytest.param(
-            NESTED, {"x": [rows(1), 3], "y": [1]}, r"batch\['x'\]\[1\]: None; found int 3", id="not-none"
-        ),
+        pytest.param(NESTED, {"x": (rows(1), None), "y": [1]}, r"batch.*a list of length 2; found a tuple", id="tuple"),
+        pytest.param(NESTED, {"x": [rows(1), 3], "y": [1]}, r"batch\['x'\]\[1\]: None; found int 3", id="not-none"),
         pytest.param(
             NESTED,
             {"x": [rows(1), None], "y": np.array([1])},
