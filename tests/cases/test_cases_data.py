@@ -330,3 +330,19 @@ def test_run_eagerly():
     )
     assert_same_logs(*fit_both(plain, parallel, *regression(11), batch_size=4))
     assert_same_weights(plain, parallel)
+
+
+def test_generator_when_a_torch_data_loader():
+    """Tried where torch is installed; it is none of mgpu's dependencies."""
+    torch_data = pytest.importorskip("torch.utils.data")
+    import torch
+
+    x, y = regression(11)
+    plain, parallel = pair()
+    rows = torch_data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    logs = [
+        model.fit(torch_data.DataLoader(rows, batch_size=4), epochs=2, shuffle=False, verbose=0).history
+        for model in (plain, parallel)
+    ]
+    assert_same_logs(*logs)
+    assert_same_weights(plain, parallel)
