@@ -307,7 +307,8 @@ def test_stage_shape_without_patching_keras():
         assert [name for name in changed if not name.startswith("_abc")] == [], cls
 
 
-@pytest.mark.parametrize("steps_per_execution", [2, 5])
+# 6 batches. Keras 3.6 loses the logs of an execution in which the data run out, so there 5 has nothing to compare with.
+@pytest.mark.parametrize("steps_per_execution", [2, 5 if keras.__version__.split(".")[1] not in ("6", "7", "8") else 3])
 def test_steps_per_execution(steps_per_execution):
     plain, parallel = pair(
         compile_args=lambda: {

@@ -189,7 +189,7 @@ class TiedEmbedding(layers.Layer):
         return {**super().get_config(), "vocabulary": self.vocabulary, "units": self.units}
 
 
-@law_model(weights_kinds=("none", "rows", "steps"), steps=STEPS)
+@law_model(weights_kinds=("none", "steps"), steps=STEPS)
 def tied_embedding() -> Built:
     inputs = layers.Input((STEPS,), dtype="int32")
     outputs = TiedEmbedding(20, 4)(inputs)
