@@ -90,7 +90,7 @@ def siamese() -> Built:
     shared = layers.Dense(3, activation="tanh")
     left, right = layers.Input((3,)), layers.Input((3,))
     distance = layers.Subtract()([shared(left), shared(right)])
-    model = keras.Model([left, right], layers.Dense(1)(distance))
+    model = keras.Model((left, right), layers.Dense(1)(distance))
 
     def data(rows, rng):
         x = [rng.normal(size=(rows, 3)).astype("float32") for _ in range(2)]
