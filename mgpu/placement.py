@@ -30,7 +30,7 @@ def build(model: keras.Model, layout: Layout) -> None:
 
     def trace(*tensors: Any) -> tf.Tensor:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(layout.pack(tensors[: len(layout.specs)]))
-        y_pred = tensors[-1] if shortcut else (model(x, training=False) if _takes_training(model) else model(x))
+        y_pred = tensors[-1] if shortcut else (model(x, training=False) if model._call_has_training_arg else model(x))
         if not compiled and y is not None:
             if losses is not None:
                 model._compute_loss(x, y, y_pred, sample_weight, training=False)
@@ -38,16 +38,12 @@ def build(model: keras.Model, layout: Layout) -> None:
         return tf.zeros(())
 
     # A built model with one output tells its shape without another forward pass.
-    shortcut = built and len(getattr(model, "outputs", None) or []) == 1 and not _has_penalties(model)
+    shortcut = built and len(getattr(model, "outputs", None) or []) == 1 and not _has_own_loss(model)
     extra = [tf.TensorSpec(model.outputs[0].shape, model.outputs[0].dtype)] if shortcut else []
     tf.function(trace, input_signature=[*layout.specs, *extra], autograph=False).get_concrete_function()
 
 
-def _takes_training(model: keras.Model) -> bool:
-    return model._call_has_training_arg
-
-
-def _has_penalties(model: keras.Model) -> bool:
+def _has_own_loss(model: keras.Model) -> bool:
     return type(model).compute_loss is not keras.Model.compute_loss
 
 
