@@ -6,12 +6,16 @@ from pathlib import Path
 import click
 
 import mgpu
+from mgpu.cli.horovod import horovod
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(mgpu.__version__, message="mgpu %(version)s")
 def main() -> None:
     """Data-parallel training of Keras 3 models on TensorFlow."""
+
+
+main.add_command(horovod)
 
 
 @main.command(short_help="Train on the built-in digits data.")

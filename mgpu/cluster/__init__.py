@@ -1,0 +1,1 @@
+"""Which processes train together, where they run, and how they are started. Imports no TensorFlow."""
