@@ -1,0 +1,53 @@
+"""`mgpu doctor` under a real mpirun."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("mpi4py", reason="mpi4py is not installed: pip install mpi4py")
+if shutil.which("mpirun") is None:
+    pytest.skip("no mpirun on PATH: apt-get install openmpi-bin", allow_module_level=True)
+
+MPIRUN = ["mpirun", "--oversubscribe", "-np", "2"]
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+# mpirun forwards it to the ranks. TensorFlow's own start is most of the time of this test.
+DOCTOR = [sys.executable, "-m", "mgpu.cli.main", "doctor"]
+
+
+def doctor(*command, **variables):
+    done = subprocess.run(
+        command, env={**os.environ, **AS_ROOT, **variables}, capture_output=True, text=True, timeout=240, check=False
+    )
+    return done
+
+
+def test_two_ranks_are_compared_and_add_up_right():
+    done = doctor(*MPIRUN, *DOCTOR, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)  # one report, so rank 0 alone printed
+    checks = {check["name"]: check for check in report["checks"]}
+    assert report["ranks"] == 2
+    assert checks["ranks' versions"]["found"] == "equal on 2 ranks"
+    assert checks["allreduce"]["state"] == "ok"
+    assert "1 MiB over 2 ranks is right on each" in checks["allreduce"]["found"]
+
+
+def test_a_fault_of_rank_1_alone_is_named_and_ends_the_job_with_1():
+    both = [*MPIRUN[:2], "-np", "1", *DOCTOR, ":", "-np", "1", "-x", "KERAS_BACKEND=nonsense", *DOCTOR]
+    done = doctor(*both)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "keras (rank 1)" in done.stdout
+    assert "allreduce" in done.stdout
+
+
+def test_a_launcher_of_another_mpi_is_a_fault_with_both_sizes():
+    """The variables of a job of 2, and an MPI that knows of no job: every process would train alone."""
+    variables = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+    done = doctor(*DOCTOR, **variables)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "rank 0 of 2" in done.stdout
+    assert "mgpu run" in done.stdout
