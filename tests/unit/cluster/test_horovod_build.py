@@ -357,7 +357,9 @@ def test_a_second_installation_waits_for_the_first(installer):
         thread = threading.Thread(target=made.install)
         thread.start()
         assert waiting.wait(20)
-        assert made.wheel() is None  # it waits, and has built nothing
+        thread.join(0.5)  # the made-up build takes a few ms
+        assert thread.is_alive()
+        assert made.wheel() is None
     thread.join(20)
     assert made.wheel() is not None
 
