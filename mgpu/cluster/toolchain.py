@@ -134,9 +134,11 @@ def _environment() -> Finding:
 
 
 def _pip() -> Finding:
-    if importlib.util.find_spec("pip") is None:
+    try:
+        # Not find_spec("pip"), which setuptools' import hook answers by changing distutils in this process.
+        return Finding("pip", "ok", importlib.metadata.version("pip"))
+    except importlib.metadata.PackageNotFoundError:
         return Finding("pip", "fail", "not in this environment", f"{sys.executable} -m ensurepip --upgrade")
-    return Finding("pip", "ok", importlib.metadata.version("pip"))
 
 
 def _tensorflow() -> Finding:

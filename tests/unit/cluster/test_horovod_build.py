@@ -209,12 +209,11 @@ def test_nccl_needs_the_cuda_compiler_and_headers(bin_folder, tmp_path):
 
 
 def test_missing_tensorflow_and_pip_are_named(bin_folder, monkeypatch):
-    found = toolchain.importlib.util.find_spec
-    monkeypatch.setattr(
-        toolchain.importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name in ("tensorflow", "pip") else found(name, *rest),
-    )
+    def none(name):
+        raise toolchain.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(toolchain.importlib.metadata, "version", none)
     findings, tools = inspect({})
     assert "-m pip install tensorflow" in by_name(findings)["TensorFlow"].remedy
     assert "-m ensurepip" in by_name(findings)["pip"].remedy
