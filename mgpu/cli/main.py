@@ -7,6 +7,7 @@ import click
 
 import mgpu
 from mgpu.cli.horovod import horovod
+from mgpu.cli.run import run
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -16,6 +17,7 @@ def main() -> None:
 
 
 main.add_command(horovod)
+main.add_command(run)
 
 
 @main.command(short_help="Train on the built-in digits data.")
