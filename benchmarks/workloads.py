@@ -71,7 +71,7 @@ def _resnet50() -> keras.Model:
 WORKLOADS = {
     "mlp": Workload("MLP 784-512-10, batch 128", _mlp, (784,), batch_size=128, steps_per_epoch=150),
     "cnn": Workload("CNN 32x32x3, batch 64", _cnn, (32, 32, 3), batch_size=64, steps_per_epoch=25),
-    "resnet50": Workload("ResNet50 64x64, batch 16", _resnet50, (64, 64, 3), batch_size=16, steps_per_epoch=3),
+    "resnet50": Workload("ResNet50 64x64, batch 16", _resnet50, (64, 64, 3), batch_size=16, steps_per_epoch=8),
 }
 
 
