@@ -27,3 +27,11 @@ class StrategyError(MgpuError, ValueError):
 
 class StagingError(MgpuError, RuntimeError):
     """A staging area is empty, full, closed, or was taken over."""
+
+
+class LaunchError(MgpuError, RuntimeError):
+    """The processes of a job, their launcher and their MPI do not fit together."""
+
+
+class RankError(MgpuError, RuntimeError):
+    """Another rank failed, left, does not come, or differs from this one."""
