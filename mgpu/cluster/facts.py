@@ -22,6 +22,8 @@ from mgpu.cluster.toolchain import search_path
 
 # Distribution -> the import name it brings, for those whose versions matter.
 PACKAGES = {"tensorflow": "tensorflow", "keras": "keras", "numpy": "numpy", "mpi4py": "mpi4py", "horovod": "horovod"}
+# How `mpirun --mca mpi_yield_when_idle 1` reaches a rank.
+_YIELD = "OMPI_MCA_mpi_yield_when_idle"
 # Each part prints as soon as it knows, so that a crash in a later one leaves the earlier ones.
 _PROBE = r"""
 import json, sys, traceback
@@ -84,6 +86,7 @@ class Facts:
         nvidia_gpus: GPUs that the driver lists.
         visible: CUDA_VISIBLE_DEVICES, or None.
         threads: variables that set numbers of threads, where set.
+        yields: whether Open MPI is told to give its core away while it waits.
         cores: processors that this process may run on; `host_cores` are those of the host.
         cpu_limit: processors' worth of time that the container is given, or None.
         shm_bytes: size of /dev/shm, or None where there is none.
@@ -101,6 +104,7 @@ class Facts:
     nvidia_gpus: int
     visible: str | None
     threads: Mapping[str, str]
+    yields: bool
     cores: tuple[int, ...]
     host_cores: int
     cpu_limit: float | None
@@ -136,6 +140,7 @@ def collect(environ: Mapping[str, str]) -> Facts:
         nvidia_gpus=_nvidia_gpus(path),
         visible=environ.get("CUDA_VISIBLE_DEVICES"),
         threads={name: environ[name] for name in names_of_threads if name in environ},
+        yields=environ.get(_YIELD, "0").lower() in ("1", "true", "yes", "enabled"),
         cores=_cores(),
         host_cores=os.cpu_count() or 1,
         cpu_limit=_cpu_limit(Path("/sys/fs/cgroup")),
@@ -146,7 +151,10 @@ def collect(environ: Mapping[str, str]) -> Facts:
 
 
 def _minimum() -> dict[str, str]:
-    """Return the lower bounds of mgpu's own requirements, whatever distribution brings TensorFlow."""
+    """Return the lower bounds of mgpu's own requirements, whatever distribution brings TensorFlow.
+
+    mpi4py is wanted by an extra only, and is then bounded as well.
+    """
     try:
         required = importlib.metadata.requires("mgpu") or []
     except importlib.metadata.PackageNotFoundError:
@@ -154,8 +162,10 @@ def _minimum() -> dict[str, str]:
     bounds = {}
     for text in required:
         match = re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*>=\s*([\d.]+)", text)
-        if match and "extra ==" not in text:
-            name = match[1].lower()
+        if match is None:
+            continue
+        name = match[1].lower()
+        if name == "mpi4py" or "extra ==" not in text:
             bounds["tensorflow" if "tensorflow" in name else name] = match[2]
     return bounds
 

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mgpu.cluster.findings import Finding
 from mgpu.cluster.toolchain import MIN_CMAKE, Toolchain, inspect, install_command, search_path
@@ -50,6 +50,10 @@ _BUILD_MODULES = {"setuptools": "setuptools", "wheel": "wheel", "packaging": "pa
 _XLA_SOURCE = re.compile(r"^.*xla_mpi_ops\.cc.*\n", re.MULTILINE)
 _CMAKE_FILE = Path("horovod", "tensorflow", "CMakeLists.txt")
 _SHOWN_LINES = 30
+# While a step runs, the user hears of it this often.
+_PROGRESS_S = 20.0
+# What the makefiles of CMake print before each file, behind what pip puts before it.
+_PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]", re.MULTILINE)
 # Variables of a launcher: a child that started MPI with them would take itself for a rank of the job.
 _LAUNCHER = re.compile(r"^(OMPI_|PMI_|PMI[X2]|PRTE_|HYDRA_|MPI_LOCAL|SLURM_|MGPU_WORLD_PID)")
 _VERIFY = """
@@ -330,9 +334,30 @@ class Installer:
         with open(self.log, "a", encoding="utf-8") as log:
             log.write(f"$ {shlex.join(command)}\n")
             log.flush()
-            done = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, check=False)
-        if done.returncode != 0:
-            raise LaunchError(failure(what, command, done.returncode, self.log))
+            status = self._wait(command, env, log, what)
+        if status != 0:
+            raise LaunchError(failure(what, command, status, self.log))
+
+    def _wait(self, command: list[str], env: Mapping[str, str], log: IO[str], what: str) -> int:
+        """Run `command`, say every `_PROGRESS_S` how far it is, and return its exit status."""
+        start_s = time.monotonic()
+        with subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT) as process:
+            try:
+                while True:
+                    try:
+                        return process.wait(_PROGRESS_S)
+                    except subprocess.TimeoutExpired:
+                        done = progress(self.log.read_text(encoding="utf-8", errors="replace"))
+                        self.say(f"  {what}: {done}{time.monotonic() - start_s:.0f} s")
+            except BaseException:  # as by Ctrl-C, and as subprocess.run does
+                process.kill()
+                raise
+
+
+def progress(log: str) -> str:
+    """Return the share of the files that are compiled, as "45 %, ", or "" before the first one."""
+    shares = _PERCENT.findall(log)
+    return f"{shares[-1]} %, " if shares else ""
 
 
 def failure(what: str, command: Sequence[str], status: int, log: Path) -> str:

@@ -36,6 +36,17 @@ def test_two_ranks_are_compared_and_add_up_right():
     assert "1 MiB over 2 ranks is right on each" in checks["allreduce"]["found"]
 
 
+@pytest.mark.skipif(shutil.which("taskset") is None, reason="no taskset, which puts both ranks on one core")
+def test_what_mends_ranks_that_share_cores_ends_the_warning():
+    """mpirun gives its setting to the ranks by a variable; its name is Open MPI's to choose."""
+    ranks = [*MPIRUN[:2], "--mca", "mpi_yield_when_idle", "1", "-np", "2", "taskset", "-c", "0", *DOCTOR, "--json"]
+    done = doctor(*ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["ranks' cores"]["state"] == "ok"
+    assert "share 1 cores" in checks["ranks' cores"]["found"]
+
+
 def test_a_fault_of_rank_1_alone_is_named_and_ends_the_job_with_1():
     both = [*MPIRUN[:2], "-np", "1", *DOCTOR, ":", "-np", "1", "-x", "KERAS_BACKEND=nonsense", *DOCTOR]
     done = doctor(*both)

