@@ -1,6 +1,7 @@
-"""The contract between the towers of a step and the one copy of the weights that they train.
+"""The contract between the towers of a step, on all ranks, and the weights that they train.
 
-T = towers, V = trainable variables. `contributions[t][v]` is tower t's summand of the gradient of variable v.
+T = towers of this rank, V = trainable variables. `contributions[t][v]` is tower t's summand of the gradient of
+variable v.
 """
 
 import abc
@@ -9,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from mgpu.cluster.world import Alone, World
 from mgpu.errors import StrategyError
 
 
@@ -20,6 +22,15 @@ class GradientStrategy(abc.ABC):
     """
 
     name: str
+
+    @property
+    def world(self) -> World:
+        """The ranks that train together: this one alone, unless a strategy says otherwise."""
+        return _ALONE
+
+    def describe(self) -> str:
+        """Return what is done with the gradients, for the line that is printed when training starts."""
+        return self.name
 
     @abc.abstractmethod
     def assign_homes(self, sizes_bytes: Sequence[int], towers: Sequence[str]) -> list[str]:
@@ -82,3 +93,55 @@ class GradientStrategy(abc.ABC):
                     dense_shape=per_tower[0].dense_shape,
                 )
             return tf.add_n([tf.convert_to_tensor(gradient) for gradient in per_tower])
+
+    # ---- over ranks: nothing to do for one
+
+    def exchange(
+        self, gradients: Sequence[Any], riders: Sequence[tf.Tensor], share: tf.Tensor
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        """Return the sums over ranks of what `combine` returned, and of small tensors that travel along.
+
+        Args:
+            gradients: V tensors, IndexedSlices or None, this rank's summands.
+            riders: this rank's summands of losses, counts, statistics and metric changes.
+            share: scalar float32, this rank's part of the rows of the step.
+        """
+        return list(gradients), list(riders)
+
+    def sum_over_ranks(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Return the sums over ranks of some small tensors, in one exchange called `name`."""
+        return list(tensors)
+
+    def gather_over_ranks(self, tensor: Any, name: str) -> Any:
+        """Return the tensors (rows, ...) of all ranks, one after the other."""
+        return tensor
+
+
+_ALONE = Alone()
+
+
+def sum_with_gradient(strategy: GradientStrategy, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+    """Return the sums over ranks of `tensors`, through which gradients flow to all summands.
+
+    A rank differentiates the part of the loss that its own rows make; what another rank's part owes to this
+    rank's summand comes back by summing the gradients over ranks, too.
+    """
+    if strategy.world.size == 1:
+        return list(tensors)
+
+    @tf.custom_gradient
+    def total(*summands: tf.Tensor) -> Any:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            return strategy.sum_over_ranks(upstream, f"{name}_gradient")
+
+        return strategy.sum_over_ranks(summands, name), gradient
+
+    return list(total(*tensors))
+
+
+def sum_of_own(strategy: GradientStrategy, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+    """Return the sums over ranks of `tensors`, through which gradients flow to this rank's summands alone."""
+    if strategy.world.size == 1 or not tensors:
+        return list(tensors)
+    totals = strategy.sum_over_ranks([tf.stop_gradient(t) for t in tensors], name)
+    return [own + (total - tf.stop_gradient(own)) for own, total in zip(tensors, totals, strict=True)]
