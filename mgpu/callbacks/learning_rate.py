@@ -55,7 +55,7 @@ class _PerBatch(keras.callbacks.Callback, abc.ABC):
         super().set_model(model)
         self._devices = world().size * len(getattr(model, "towers", ("",)))
         self._found = None
-        optimizer = getattr(model, "optimizer", None)
+        optimizer: Any = getattr(model, "optimizer", None)
         if isinstance(getattr(optimizer, "learning_rate", None), keras.Variable):
             # Before BackupAndRestore puts back the rate of the step that it was interrupted in.
             self._found = (float(optimizer.learning_rate), _steps_made(optimizer))
@@ -118,7 +118,7 @@ class _PerBatch(keras.callbacks.Callback, abc.ABC):
 
     def _first_share(self) -> float:
         """Return which share of its target the rate has in the first batch of a warm-up."""
-        return 1 / (self._devices if self._scale in (None, "size") else float(self._scale))  # type: ignore[arg-type]
+        return 1 / (self._devices if self._scale in (None, "size") else float(self._scale))
 
     def _set(self, rate: float) -> None:
         optimizer = self.model.optimizer
@@ -215,7 +215,7 @@ class LearningRateWarmup(_PerBatch):
         return epoch < self._ends and self._first_share() < 1
 
     def _rate(self, epoch: int, batch: int, steps: int) -> float | None:
-        if epoch >= self._ends + 1:
+        if self._ends < 0:
             return None
         if epoch + batch / steps >= self._ends:
             self._ends = -1.0

@@ -19,8 +19,8 @@ class Throughput(keras.callbacks.Callback):
     the steps of one execution count as equally long. Costs one exchange of the step times an epoch.
 
     Args:
-        warmup_steps: of each fit() that are left out, 0 or more: in the first ones functions are traced and staging areas
-            filled.
+        warmup_steps: of each fit() that are left out, 0 or more: in the first ones functions are traced and staging
+            areas filled.
         verbose: whether rank 0 prints a line an epoch.
 
     Attributes:
