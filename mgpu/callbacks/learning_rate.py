@@ -56,13 +56,13 @@ class _PerBatch(keras.callbacks.Callback, abc.ABC):
         self._devices = world().size * len(getattr(model, "towers", ("",)))
         self._found = None
         optimizer: Any = getattr(model, "optimizer", None)
-        if isinstance(getattr(optimizer, "learning_rate", None), keras.Variable):
+        if _settable(getattr(optimizer, "learning_rate", None)):
             # Before BackupAndRestore puts back the rate of the step that it was interrupted in.
             self._found = (float(optimizer.learning_rate), _steps_made(optimizer))
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         rate = self.model.optimizer.learning_rate
-        if not isinstance(rate, keras.Variable):
+        if not _settable(rate):
             inner = _innermost(self.model.optimizer)
             schedule = type(getattr(inner, "_learning_rate", rate)).__name__
             raise ModelError(
@@ -317,6 +317,11 @@ def correct_momentum(optimizer: keras.optimizers.Optimizer, before: float, after
 def _multiply(variables: Sequence[tf.Variable], factor: tf.Tensor) -> None:
     for variable in variables:
         variable.assign(variable * tf.cast(factor, variable.dtype))
+
+
+def _settable(rate: Any) -> bool:
+    # The value of a schedule is a tensor. Early Keras 3 has variables that are no keras.Variable.
+    return hasattr(rate, "assign")
 
 
 def _innermost(optimizer: Any) -> Any:
