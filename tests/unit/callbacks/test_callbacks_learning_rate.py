@@ -153,12 +153,12 @@ def test_an_epoch_of_unknown_length_is_refused_and_its_remedy_works(ranks):
     endless = tf.data.Dataset.from_tensor_slices((X, Y)).batch(2).repeat()
     unknown = endless.take(STEPS).filter(lambda x, y: True)
     with pytest.raises(ModelError, match=r"LearningRateWarmup\(\.\.\., steps_per_epoch=100\)"):
-        compiled("sgd").fit(unknown, verbose=0, callbacks=[LearningRateWarmup()])
+        compiled("sgd").fit(unknown, shuffle=False, verbose=0, callbacks=[LearningRateWarmup()])
     callback = LearningRateWarmup(steps_per_epoch=STEPS)
     model = compiled("sgd")
     seen = []
     look = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: seen.append(float(model.optimizer.learning_rate))
     )
-    model.fit(endless, steps_per_epoch=STEPS, verbose=0, callbacks=[callback, look])
+    model.fit(endless, steps_per_epoch=STEPS, shuffle=False, verbose=0, callbacks=[callback, look])
     np.testing.assert_allclose(seen, warmed(0.01, count=STEPS), rtol=1e-6)
