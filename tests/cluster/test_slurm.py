@@ -100,9 +100,9 @@ def test_the_launcher_that_fits_is_chosen(submit, ended):
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_a_rank_that_is_killed_ends_the_job(submit, ended, launcher):
-    """Under srun without -K, the other rank waits until the time is up."""
+    """Under srun without --wait, the other rank waits until the time is up."""
     job = submit(SCRIPTS / "waits.py", "killed", launcher=launcher)
-    status, text = ended(job, 15)
+    status, text = ended(job, 20)
     # srun gives the highest status of all ranks, and those that it ends with the killed one have 143 (SIGTERM).
     assert status in ({137, 143} if launcher == "srun" else {137}), text
 
