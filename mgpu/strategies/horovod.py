@@ -3,7 +3,10 @@
 Only the low-level operations of `horovod.tensorflow` are used: `horovod.keras` averages nothing on Keras 3.
 """
 
+import collections
+import itertools
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +18,8 @@ from mgpu.strategies.allreduce import DEFAULT_BUCKET_BYTES, AllreduceStrategy
 
 # Horovod's background thread looks for new work this often. Its default of 1 ms is a large part of a small step.
 _CYCLE_TIME_MS = "0.1"
+# Numbers the strategies of a process: two optimizers of one step exchange at the same time.
+_numbers = itertools.count(1)
 
 
 def is_installed() -> bool:
@@ -75,6 +80,9 @@ class Horovod(AllreduceStrategy):
         self._op = op
         self._hvd: Any = None
         self._set: Any = None
+        self._number: int | None = None
+        # How often each name was used in a graph.
+        self._uses: weakref.WeakKeyDictionary[Any, collections.Counter] = weakref.WeakKeyDictionary()
 
     def describe(self) -> str:
         return super().describe() + (", adasum" if self._op == "adasum" else "")
@@ -116,14 +124,29 @@ class Horovod(AllreduceStrategy):
             )
         self._hvd = hvd
 
+    def _options(self, name: str) -> dict[str, Any]:
+        """Return the options of an operation: Horovod matches those of the ranks by name, so none is used twice.
+
+        The number of this strategy is rank 0's, for ranks may have made different numbers of strategies. Scopes are
+        ignored, for they differ where a rank has built more layers or optimizers.
+        """
+        if self._number is None:
+            self._number = self.world.broadcast(next(_numbers), what="the first exchange of a Horovod strategy")
+        name = f"mgpu{self._number}_{name}"
+        if not tf.executing_eagerly():
+            uses = self._uses.setdefault(tf.compat.v1.get_default_graph(), collections.Counter())
+            uses[name] += 1
+            name += f"_use_{uses[name]}" if uses[name] > 1 else ""
+        return {"name": name, "ignore_name_scope": True, "process_set": self._set}
+
     def _start(self, flat: tf.Tensor, name: str) -> Callable[[], tf.Tensor]:
         world, hvd = self.world, self._hvd
         if flat.dtype == tf.bfloat16:
             # Gathered as bytes.
-            every = hvd.allgather(tf.bitcast(flat, tf.uint8), name=f"mgpu_{name}", process_set=self._set)
+            every = hvd.allgather(tf.bitcast(flat, tf.uint8), **self._options(name))
             copies = tf.reshape(tf.bitcast(every, tf.bfloat16), [world.size, -1])
             return lambda: tf.reduce_sum(tf.cast(copies, tf.float32), axis=0)
-        total = hvd.mpi_ops._allreduce(flat, name=f"mgpu_{name}", op=hvd.Sum, process_set=self._set)
+        total = hvd.mpi_ops._allreduce(flat, op=hvd.Sum, **self._options(name))
         return lambda: total
 
     def exchange(
@@ -139,12 +162,12 @@ class Horovod(AllreduceStrategy):
         wire = COMPRESSED.get(self._compression or "")
         for i, mean in zip(given, means, strict=True):
             sent = mean if wire is None else tf.cast(mean, wire)
-            total = hvd.mpi_ops._allreduce(sent, name=f"mgpu_adasum_{i}", op=hvd.Adasum, process_set=self._set)
+            total = hvd.mpi_ops._allreduce(sent, op=hvd.Adasum, **self._options(f"adasum_{i}"))
             out[i] = tf.cast(total, mean.dtype)
         return out, self.sum_over_ranks(riders, "state")
 
     def _gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        return self._hvd.allgather(tensor, name=f"mgpu_{name}", process_set=self._set)
+        return self._hvd.allgather(tensor, **self._options(name))
 
 
 # Horovod's Adasum works in these.

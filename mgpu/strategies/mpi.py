@@ -20,6 +20,9 @@ from mgpu.strategies.allreduce import AllreduceStrategy
 
 # How often a thread looks after exchanges that run beside the backward pass: MPI moves data only inside its calls.
 _PROGRESS_S = 2e-4
+# The name of the last exchange that was traced into each graph, by any strategy: two optimizers of one step, begun
+# in another order on another rank, would wait for each other for ever.
+_last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 class MPI(AllreduceStrategy):
@@ -42,8 +45,6 @@ class MPI(AllreduceStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._channel: _Channel | None = None
-        # The last exchange that was traced into each graph.
-        self._last: weakref.WeakKeyDictionary[Any, tf.Operation] = weakref.WeakKeyDictionary()
 
     def _channel_of_world(self) -> "_Channel":
         if self._channel is None:
@@ -83,10 +84,10 @@ class MPI(AllreduceStrategy):
         if tf.executing_eagerly():
             return make()
         graph = tf.compat.v1.get_default_graph()
-        before = self._last.get(graph)
-        with tf.control_dependencies([] if before is None else [before]):
+        before = _last.get(graph)
+        with tf.control_dependencies([] if before is None else [graph.get_operation_by_name(before)]):
             made = make()
-        self._last[graph] = tf.nest.flatten(made)[0].op
+        _last[graph] = tf.nest.flatten(made)[0].op.name
         return made
 
 
